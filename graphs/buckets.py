@@ -1,0 +1,78 @@
+"""Which (tokens, slots) shapes are captured, and which of them a batch is padded to. Pure Python."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The shape of one captured graph: `num_tokens` token positions shared by at most `num_slots` sequences."""
+
+    num_tokens: int
+    num_slots: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}x{self.num_slots}"
+
+
+def default_token_ladder(max_tokens: int, *, smallest: int = 16) -> tuple[int, ...]:
+    """Return token buckets up to exactly `max_tokens`, each at most half as large again as the one before.
+
+    Steps of 1, 1.5, 2, 3, 4, 6, ... times `smallest`, so that padding is a third of a bucket at most.
+    """
+    ladder: list[int] = []
+    size = smallest
+    while size < max_tokens:
+        ladder.append(size)
+        if size + size // 2 < max_tokens:
+            ladder.append(size + size // 2)
+        size *= 2
+    return (*ladder, max_tokens)
+
+
+class BucketLadder:
+    """The captured shapes. `fit` picks the one a batch is padded to."""
+
+    def __init__(self, capture_tokens: Sequence[int], capture_slots: Sequence[int]) -> None:
+        """Make a ladder of all pairs of a token bucket and a slot count.
+
+        Raises `ValueError`, naming the list, if one is empty or holds a number below 1.
+        """
+        for name, sizes in (("capture_tokens", capture_tokens), ("capture_slots", capture_slots)):
+            if not sizes or min(sizes) < 1:
+                raise ValueError(f"{name} must be a non-empty list of numbers >= 1, got {list(sizes)}")
+        self.capture_tokens = tuple(sorted(set(capture_tokens)))
+        self.capture_slots = tuple(sorted(set(capture_slots)))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest bucket."""
+        return self.capture_tokens[-1]
+
+    @property
+    def max_slots(self) -> int:
+        """Sequences of the largest bucket."""
+        return self.capture_slots[-1]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, largest first: the order in which they are captured."""
+        return tuple(Bucket(t, s) for t in reversed(self.capture_tokens) for s in reversed(self.capture_slots))
+
+    def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
+        """Return the smallest bucket that holds `num_tokens` tokens of `num_sequences` sequences.
+
+        Raises `ValueError` if none does; callers split a batch before they ask.
+        """
+        if num_tokens > self.max_tokens or num_sequences > self.max_slots:
+            raise ValueError(
+                f"a batch of {num_tokens} tokens and {num_sequences} sequences exceeds the largest bucket, "
+                f"{self.max_tokens}x{self.max_slots}"
+            )
+        return Bucket(
+            self.capture_tokens[bisect_left(self.capture_tokens, num_tokens)],
+            self.capture_slots[bisect_left(self.capture_slots, num_sequences)],
+        )

@@ -1,0 +1,1 @@
+"""Batch formation: which waiting requests are prefilled together, and when. Pure: time is an argument."""

@@ -1,0 +1,240 @@
+"""Messages between purefill's actors. Every one is a frozen dataclass; times are in seconds, sizes in bytes.
+
+    ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
+    ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
+                                   Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
+                                   Scheduler ◄─StepReport───── DecodeWorker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sequence's tokens are chosen. Validated by whoever makes it.
+
+    The random stream belongs to the request: a token depends on `seed` and its own position, never on the batch.
+    """
+
+    max_tokens: int
+    """Most tokens to produce, >= 1."""
+    min_tokens: int = 0
+    """No stop token is produced before this many tokens."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int = 0
+    """0 <= seed < 2**63."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The sequence ends after any of these: the model's EOS tokens (unless ignore_eos) and the request's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to compute, as an ApiServer submits it."""
+
+    request_id: str
+    api_server: str
+    """Name of the ApiServer actor to which the tokens go."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens already produced, when the request is computed again after a failure."""
+    priority: int = 0
+    """Smaller is served first."""
+    ttft_slo_s: float | None = None
+    """Wished time from arrival to first token."""
+    tenant: str = ""
+    """Whose request it is, for fairness: a digest of the API key, or the `user` field."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that a prefill of this request computes: prompt plus what was already produced."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens that the sequence can ever hold in KV pages."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Why a submitted request was not accepted."""
+
+    request_id: str
+    label: str
+    """Label of the error class (`scheduler.errors`)."""
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right of one request to a set of KV pages of one decode worker, until the scheduler ends it.
+
+    Epochs only grow. A page remembers the newest epoch that wrote it; an older one is refused.
+    """
+
+    decode_worker: str
+    epoch: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillItem:
+    """One request of a prefill batch."""
+
+    request: Request
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBatch:
+    """Requests to prefill together, all into the pages of one decode worker."""
+
+    batch_id: int
+    decode_worker: str
+    items: tuple[PrefillItem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOutcome:
+    """What prefill made of one request: its next token, or an error."""
+
+    request_id: str
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    error_label: str | None = None
+    error_message: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    """What a prefill worker reports of one batch."""
+
+    batch_id: int
+    worker: str
+    outcomes: tuple[PrefillOutcome, ...]
+    num_tokens: int
+    """Tokens computed, padding not counted."""
+    padding_tokens: int
+    replays: Mapping[str, int]
+    """Graph replays by bucket name, such as ``512x8``."""
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
+    """Forward passes without a graph, by reason."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStart:
+    """A prefilled sequence that a decode worker goes on with."""
+
+    request: Request
+    lease: Lease
+    first_token_id: int
+    """The token that prefill chose; its KV is not in the pages yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One new token of one request, or its end, or both.
+
+    `index` counts the request's output tokens from 0, so that a receiver can order them and drop repeats.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    error_label: str | None = None
+    error_message: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvents:
+    """All events of one step for one ApiServer: one message a step, never one a token."""
+
+    source: str
+    events: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a decode worker tells the scheduler after a step."""
+
+    worker: str
+    seconds: float
+    events: tuple[TokenEvent, ...]
+    """Tokens of the step, of all requests."""
+    released: tuple[tuple[str, int], ...]
+    """(request id, lease epoch) of sequences whose pages the worker touches no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the other actors need to know of the served model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolHandle:
+    """How another process reaches a decode worker's KV pages."""
+
+    decode_worker: str
+    transport: str
+    """``shm`` or ``cuda_ipc``."""
+    address: str
+    """What the transport needs to open the pool, such as ``/proc/PID/fd/N``."""
+    incarnation: int
+    """Changes each time the worker starts; a lease of another incarnation is void."""
+    num_pages: int
+    """Pages that can be leased, and the scratch page 0 besides."""
+    page_size: int
+    """Tokens per page."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorkerInfo:
+    """What a decode worker says once it is ready."""
+
+    name: str
+    model: ModelInfo
+    pool: PoolHandle
+    max_num_seqs: int
+    device: str
+    load_seconds: float
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWorkerInfo:
+    """What a prefill worker says once it is ready."""
+
+    name: str
+    model: ModelInfo
+    buckets: tuple[str, ...]
+    graph_bytes: int
+    """Memory of the static buffers and captured graphs."""
+    uses_cuda_graphs: bool
+    bucket_seconds: Mapping[str, float]
+    """Measured seconds of one replay, by bucket name."""
+    device: str
+    load_seconds: float
+    warmup_seconds: float
