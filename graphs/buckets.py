@@ -93,7 +93,9 @@ class BucketLadder:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets, largest first: the order in which they are captured."""
-        return tuple(Bucket(t, s) for t in reversed(self.capture_tokens) for s in reversed(self.capture_slots))
+        return tuple(
+            Bucket(t, s) for t in reversed(self.capture_tokens) for s in reversed(self.capture_slots)
+        )
 
     def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
         """Return the smallest bucket that holds `num_tokens` tokens of `num_sequences` sequences.

@@ -193,6 +193,8 @@ class DerivedInputs:
     """What the forward pass needs besides the packed fields."""
 
     positions: torch.Tensor  # [T] int32, place of each token in its sequence; 0 for pads
-    kv_slots: torch.Tensor  # [T] int64, where its KV goes: page * page_size + offset; the scratch page for pads
+    kv_slots: (
+        torch.Tensor
+    )  # [T] int64, where its KV goes: page * page_size + offset; the scratch page for pads
     kv_lens: torch.Tensor  # [S] int32, tokens of each sequence after this pass; 0 for unused slots
     last_token: torch.Tensor  # [S] int64, index of each slot's last token in [T]

@@ -20,9 +20,7 @@ class GraphRunner:
     batch of a bucket, so what a CUDA graph would have captured and what runs here are the same computation.
     """
 
-    def __init__(
-        self, forward: Forward, ladder: Ladder, *, pages_per_slot: int, page_size: int
-    ) -> None:
+    def __init__(self, forward: Forward, ladder: Ladder, *, pages_per_slot: int, page_size: int) -> None:
         self.ladder = ladder
         self._forward = forward
         self._host: dict[Bucket, HostBatch] = {}

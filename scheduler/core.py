@@ -252,9 +252,9 @@ class SchedulerCore:
             outcome = event.error_label or event.finish_reason
             if outcome is not None:
                 self._end(entry, outcome, now)
-        ledger = self._ledgers.get(report.worker)
-        for ref in report.released if ledger else ():
-            ledger.release(ref)
+        if report.worker in self._ledgers:
+            for ref in report.released:
+                self._ledgers[report.worker].release(ref)
 
     def worker_lost(self, name: str, now: float) -> None:
         """A worker died. What it held fails."""

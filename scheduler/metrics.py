@@ -31,7 +31,10 @@ class SchedulerMetrics:
             "purefill_batches", "Prefill batches, by what made them leave.", ["reason"], registry=registry
         )
         self._batch_requests = Histogram(
-            "purefill_prefill_batch_requests", "Requests of a prefill batch.", buckets=_REQUESTS, registry=registry
+            "purefill_prefill_batch_requests",
+            "Requests of a prefill batch.",
+            buckets=_REQUESTS,
+            registry=registry,
         )
         self._batch_tokens = Histogram(
             "purefill_prefill_batch_tokens", "Tokens of a prefill batch.", buckets=_TOKENS, registry=registry
@@ -58,18 +61,21 @@ class SchedulerMetrics:
             "purefill_decode_step_seconds", "Time of a decode step.", buckets=_SECONDS, registry=registry
         )
         self._request_seconds = Histogram(
-            "purefill_request_seconds", "From a request's arrival to its end.", buckets=_SECONDS, registry=registry
+            "purefill_request_seconds",
+            "From a request's arrival to its end.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._prompt_tokens = Counter(
             "purefill_prefill_tokens", "Tokens prefilled, padding not counted.", registry=registry
         )
         self._output_tokens = Counter("purefill_output_tokens", "Tokens produced.", registry=registry)
         self._queue_requests = Gauge("purefill_queue_requests", "Requests that wait.", registry=registry)
-        self._queue_tokens = Gauge("purefill_queue_tokens", "Tokens of requests that wait.", registry=registry)
-        self._live = Gauge("purefill_live_requests", "Requests that have not ended.", registry=registry)
-        self._pages = Gauge(
-            "purefill_kv_pages", "KV pages.", ["pool", "worker", "state"], registry=registry
+        self._queue_tokens = Gauge(
+            "purefill_queue_tokens", "Tokens of requests that wait.", registry=registry
         )
+        self._live = Gauge("purefill_live_requests", "Requests that have not ended.", registry=registry)
+        self._pages = Gauge("purefill_kv_pages", "KV pages.", ["pool", "worker", "state"], registry=registry)
         self._leases = Gauge("purefill_kv_leases", "Leases on KV pages.", ["worker"], registry=registry)
 
     def render(self, core: SchedulerCore) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -108,7 +109,7 @@ def _init_ray(config: ServeConfig) -> Any:
         _say(f"joining Ray at {config.ray_address}")
         options = {"address": config.ray_address}
     try:
-        return ray.init(namespace=RAY_NAMESPACE, logging_level="ERROR", **options)
+        return ray.init(namespace=RAY_NAMESPACE, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"Ray cannot be started or joined: {error}") from error
 
@@ -157,7 +158,7 @@ def _create(actor_class: type, name: str, actors: list[Any], config: Any, **opti
 
     # Actors share the machine's cores as processes do; Ray's CPU slots would only stand in the way.
     try:
-        actor = ray.remote(actor_class).options(name=name, num_cpus=0, **options).remote(config)
+        actor: Any = ray.remote(actor_class).options(name=name, num_cpus=0, **options).remote(config)
     except ValueError as error:
         raise ConfigError(f"this Ray cluster runs a purefill service already: {error}") from error
     actors.append(actor)
@@ -253,9 +254,7 @@ def _say(line: str) -> None:
     print(f"purefill: {line}", file=sys.stderr, flush=True)
 
 
-def _print_summary(
-    config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float
-) -> None:
+def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
     """Print what runs, in a few lines."""
     decode, prefill = service.decode[0], service.prefill[0]
     model, pool = decode.model, decode.pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.buckets import Bucket, StepLadder
@@ -120,9 +120,7 @@ class DecodeEngine:
     def _advance(self, sequence: _Sequence, token: int, outcome: StepOutcome) -> None:
         request, index = sequence.request, sequence.num_outputs
         reason = finish_reason(request, index, token)
-        event = TokenEvent(
-            request_id=request.request_id, index=index, token_id=token, finish_reason=reason
-        )
+        event = TokenEvent(request_id=request.request_id, index=index, token_id=token, finish_reason=reason)
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1

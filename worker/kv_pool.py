@@ -79,7 +79,9 @@ class KVPool:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(f"kv_memory: cannot get {size_bytes} bytes of shared memory: {error}") from error
+            raise ConfigError(
+                f"kv_memory: cannot get {size_bytes} bytes of shared memory: {error}"
+            ) from error
         memory = mmap.mmap(fd, size_bytes)
         handle = PoolHandle(
             decode_worker=name,

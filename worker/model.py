@@ -108,7 +108,7 @@ def _choose_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype:
     """Return the type to compute in: the asked one, else the config's own where the device is good at it."""
     if source.dtype != "auto":
         return getattr(torch, source.dtype)  # type: ignore[no-any-return]
-    own = config.get_text_config().dtype or torch.float32
+    own: torch.dtype = config.get_text_config().dtype or torch.float32  # type: ignore[assignment]
     if source.device == "cpu" and own is not torch.float32:
         # float16 has no fast path on CPUs, and bfloat16 one only where the instructions for it exist.
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -123,7 +123,9 @@ def _choose_max_model_len(source: ModelSource, config: PreTrainedConfig) -> int:
             raise ConfigError(f"model {source.name} names no context length: give max_model_len")
         return int(limit)
     if limit is not None and source.max_model_len > limit:
-        raise ConfigError(f"max_model_len must be <= {limit}, the model's context, got {source.max_model_len}")
+        raise ConfigError(
+            f"max_model_len must be <= {limit}, the model's context, got {source.max_model_len}"
+        )
     return source.max_model_len
 
 
@@ -140,8 +142,10 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model {source.name} cannot be loaded: {reason}") from error
-    model.eval().requires_grad_(False)
-    return model.to(source.device)  # type: ignore[arg-type]
+    model.eval()
+    model.requires_grad_(False)
+    model.to(source.device)  # type: ignore[arg-type]
+    return model
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
