@@ -1,0 +1,323 @@
+"""Causal attention of a padded batch over KV pages, as one Triton kernel that also writes the batch's KV.
+
+A program computes some tokens of one sequence for one KV head and all query heads that share it (the rows of
+its matrix products are (token, query head) pairs). Keys and values of the batch itself are read where the
+projections left them, those of earlier chunks from their pages; so no program waits for another one's write.
+The softmax is computed block by block as in FlashAttention (Dao et al., 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2_E = 1.4426950408889634
+
+
+@torch.library.custom_op("purefill::prefill_attention", mutates_args=("pool",))
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    query_starts: torch.Tensor,
+    num_cached: torch.Tensor,
+    page_table: torch.Tensor,
+    keys_offset: int,
+    values_offset: int,
+    page_size: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Write the KV of T token positions to its pages and let each of S sequences attend to its own.
+
+    `query` is ``[T, heads, head_dim]``, `key` and `value` are ``[T, kv_heads, head_dim]``, each dense in the last
+    dimension. `pool` is one dimension; a layer's keys, ``[pages, page_size, kv_heads, head_dim]``, begin at
+    element `keys_offset`, its values at `values_offset`. `query_starts` is ``[S + 1]``, `num_cached` ``[S]``,
+    `page_table` ``[S, P]``, all int32. `window` is the most keys that a query sees, 0 for all; `softcap` 0 is none.
+
+    Returns ``[T, heads, head_dim]``, zero at pad positions. Pads write no KV.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, num_slots = key.shape[1], num_cached.shape[0]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    group = num_heads // num_kv_heads
+    rows, block_keys, num_warps, num_stages = _tiling(head_dim, group, num_tokens, num_slots)
+    block_tokens = max(rows // group, 1)
+    # A sequence's blocks begin anew, so there are up to S more than T / block_tokens; the last ones take the pads.
+    grid = (num_tokens // block_tokens + num_slots + 1, num_kv_heads)
+    _kernel[grid](
+        query,
+        key,
+        value,
+        out,
+        pool,
+        query_starts,
+        num_cached,
+        page_table,
+        num_tokens,
+        num_slots,
+        page_table.stride(0),
+        keys_offset,
+        values_offset,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        scaling,
+        softcap,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=max(triton.next_power_of_2(head_dim), 16),
+        PAGE_SIZE=page_size,
+        WINDOW=window,
+        HAS_SOFTCAP=softcap > 0,
+        PADDED_SLOTS=triton.next_power_of_2(num_slots + 1),
+        ROWS=rows,
+        BLOCK_TOKENS=block_tokens,
+        PADDED_BLOCK_TOKENS=triton.next_power_of_2(block_tokens),
+        BLOCK_KEYS=block_keys,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out
+
+
+@prefill_attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    query_starts: torch.Tensor,
+    num_cached: torch.Tensor,
+    page_table: torch.Tensor,
+    keys_offset: int,
+    values_offset: int,
+    page_size: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _tiling(head_dim: int, group: int, num_tokens: int, num_slots: int) -> tuple[int, int, int, int]:
+    """Return rows and keys of a block, warps and pipeline stages.
+
+    Keys per block follow from `head_dim` alone, so that a sequence's sums run in the same order in every bucket.
+    """
+    block_keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    # Few tokens per sequence leave most rows of a large block empty.
+    if num_tokens * group <= 64 * num_slots or head_dim > 128:
+        rows, num_warps = max(64, triton.next_power_of_2(group)), 4
+    else:
+        rows, num_warps = max(128, triton.next_power_of_2(group)), 8
+    return rows, block_keys, num_warps, 3 if head_dim <= 128 else 2
+
+
+@triton.jit
+def _kernel(
+    query,  # [T, heads, head_dim]
+    key,  # [T, kv_heads, head_dim]
+    value,  # [T, kv_heads, head_dim]
+    out,  # [T, heads, head_dim], contiguous
+    pool,
+    query_starts,  # [S + 1]
+    num_cached,  # [S]
+    page_table,  # [S, P]
+    num_tokens,
+    num_slots,
+    table_stride,
+    keys_offset,
+    values_offset,
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    scaling,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PADDED_SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PADDED_BLOCK_TOKENS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    # Long sequences' last blocks have the most to do: the highest numbers start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+
+    # Slot i owns the blocks from starts[i] // BLOCK_TOKENS + i on; slot S stands for the pads.
+    slots = tl.arange(0, PADDED_SLOTS)
+    starts = tl.load(query_starts + slots, mask=slots <= num_slots, other=num_tokens)
+    first_blocks = starts // BLOCK_TOKENS + slots
+    slot = tl.sum(((first_blocks <= block) & (slots <= num_slots)).to(tl.int32)) - 1
+    start = tl.load(query_starts + slot)
+    end = tl.load(query_starts + tl.minimum(slot + 1, num_slots))
+    end = tl.where(slot == num_slots, num_tokens, end)
+    # Place of the block's first token in the batch.
+    first = start + (block - (start // BLOCK_TOKENS + slot)) * BLOCK_TOKENS
+    if first >= end:
+        return
+
+    dims = tl.arange(0, PADDED_DIM)
+    dim_mask = dims < HEAD_DIM
+    rows = tl.arange(0, ROWS)
+    row_tokens = first + rows // GROUP  # place in the batch
+    row_heads = kv_head * GROUP + rows % GROUP
+    row_mask = (rows < BLOCK_TOKENS * GROUP) & (row_tokens < end)
+    out_rows = out + (row_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP) + row_heads) * HEAD_DIM
+    out_mask = row_mask[:, None] & dim_mask[None, :]
+    if slot == num_slots:
+        zeros = tl.zeros([ROWS, PADDED_DIM], dtype=out.dtype.element_ty)
+        tl.store(out_rows[:, None] + dims[None, :], zeros, mask=out_mask)
+        return
+
+    cached = tl.load(num_cached + slot)
+    pages = page_table + slot * table_stride
+    # A KV row is [kv_heads, head_dim]; these point to this head's part of row 0 of page 0.
+    pool_keys = pool + keys_offset + kv_head * HEAD_DIM
+    pool_values = pool + values_offset + kv_head * HEAD_DIM
+    # Row 0 of the sequence's own part of the batch.
+    own_keys = key + start.to(tl.int64) * key_stride_t + kv_head * key_stride_h
+    own_values = value + start.to(tl.int64) * value_stride_t + kv_head * value_stride_h
+
+    _write_kv(
+        own_keys, own_values, key_stride_t, value_stride_t, pool_keys, pool_values, pages,
+        first - start, end - start, cached, dims, dim_mask,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_TOKENS, PADDED_BLOCK_TOKENS,
+    )  # fmt: skip
+
+    queries = tl.load(
+        query + row_tokens.to(tl.int64)[:, None] * query_stride_t + row_heads[:, None] * query_stride_h + dims[None, :],
+        mask=out_mask,
+        other=0.0,
+    )
+    positions = cached + row_tokens - start  # place in the sequence
+    score_scale = scaling * 1.4426950408889634
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
+
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(cached + first - start - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
+    block_keys = tl.arange(0, BLOCK_KEYS)
+
+    for begin in range(first_key, cached, BLOCK_KEYS):
+        key_positions = begin + block_keys
+        key_mask = key_positions < cached
+        page = tl.load(pages + key_positions // PAGE_SIZE, mask=key_mask, other=0).to(tl.int64)
+        offsets = (page * PAGE_SIZE + key_positions % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        block_k = tl.load(
+            pool_keys + offsets[None, :] + dims[:, None], mask=key_mask[None, :] & dim_mask[:, None], other=0.0
+        )
+        block_v = tl.load(
+            pool_values + offsets[:, None] + dims[None, :], mask=key_mask[:, None] & dim_mask[None, :], other=0.0
+        )
+        acc, total, top = _attend(
+            queries, block_k, block_v, acc, total, top, positions, key_positions, cached,
+            score_scale, softcap, WINDOW, HAS_SOFTCAP, True,
+        )  # fmt: skip
+
+    # Of the batch's own keys, those up to the block's first token are seen by all its rows: no mask.
+    own_end = tl.minimum(first + BLOCK_TOKENS, end) - start
+    own_first = tl.maximum(first_key - cached, 0)
+    if WINDOW > 0:
+        unmasked_end = own_first
+    else:
+        unmasked_end = (first - start + 1) // BLOCK_KEYS * BLOCK_KEYS
+    for begin in range(own_first, unmasked_end, BLOCK_KEYS):
+        offsets = (begin + block_keys).to(tl.int64)
+        block_k = tl.load(own_keys + offsets[None, :] * key_stride_t + dims[:, None], mask=dim_mask[:, None], other=0.0)
+        block_v = tl.load(
+            own_values + offsets[:, None] * value_stride_t + dims[None, :], mask=dim_mask[None, :], other=0.0
+        )
+        acc, total, top = _attend(
+            queries, block_k, block_v, acc, total, top, positions, cached + begin + block_keys, cached + own_end,
+            score_scale, softcap, WINDOW, HAS_SOFTCAP, False,
+        )  # fmt: skip
+    for begin in range(unmasked_end, own_end, BLOCK_KEYS):
+        offsets = (begin + block_keys).to(tl.int64)
+        key_mask = begin + block_keys < own_end
+        block_k = tl.load(
+            own_keys + offsets[None, :] * key_stride_t + dims[:, None],
+            mask=key_mask[None, :] & dim_mask[:, None],
+            other=0.0,
+        )
+        block_v = tl.load(
+            own_values + offsets[:, None] * value_stride_t + dims[None, :],
+            mask=key_mask[:, None] & dim_mask[None, :],
+            other=0.0,
+        )
+        acc, total, top = _attend(
+            queries, block_k, block_v, acc, total, top, positions, cached + begin + block_keys, cached + own_end,
+            score_scale, softcap, WINDOW, HAS_SOFTCAP, True,
+        )  # fmt: skip
+
+    acc = acc / total[:, None]
+    tl.store(out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def _attend(
+    queries, block_k, block_v, acc, total, top, positions, key_positions, num_keys,
+    score_scale, softcap, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take a block of keys ``[head_dim, keys]`` and values ``[keys, head_dim]`` into the running softmax."""
+    scores = tl.dot(queries, block_k) * score_scale  # in units of log2(e), for exp2
+    if HAS_SOFTCAP:
+        bound = softcap * 1.4426950408889634
+        scores = bound * (2 * tl.sigmoid(2 * scores / bound) - 1)
+    if MASKED:
+        seen = (key_positions[None, :] <= positions[:, None]) & (key_positions[None, :] < num_keys)
+        if WINDOW > 0:
+            seen = seen & (key_positions[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    if MASKED:
+        # A row that has seen no key yet has no maximum to subtract.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    else:
+        base = new_top
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(block_v.dtype), block_v, acc * decay[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def _write_kv(
+    own_keys, own_values, key_stride_t, value_stride_t, pool_keys, pool_values, pages,
+    first, end, cached, dims, dim_mask,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PADDED_BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Copy keys and values of the sequence's own tokens ``first : first + BLOCK_TOKENS`` to their pages."""
+    offsets = tl.arange(0, PADDED_BLOCK_TOKENS)
+    tokens = first + offsets
+    mask = (offsets < BLOCK_TOKENS) & (tokens < end)
+    positions = cached + tokens
+    page = tl.load(pages + positions // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
+    targets = (page * PAGE_SIZE + positions % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    both = mask[:, None] & dim_mask[None, :]
+    tokens = tokens.to(tl.int64)
+    k = tl.load(own_keys + tokens[:, None] * key_stride_t + dims[None, :], mask=both, other=0.0)
+    v = tl.load(own_values + tokens[:, None] * value_stride_t + dims[None, :], mask=both, other=0.0)
+    tl.store(pool_keys + targets[:, None] + dims[None, :], k, mask=both)
+    tl.store(pool_values + targets[:, None] + dims[None, :], v, mask=both)
