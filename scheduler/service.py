@@ -54,7 +54,7 @@ def run_service(config: ServeConfig) -> int:
     with _stop_on_signals():
         try:
             started = time.perf_counter()
-            check_port(config.host, config.port)
+            config = config.model_copy(update={"port": free_port(config.host, config.port)})
             folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
             with start_service(config, folder) as service:
                 _print_summary(config, folder, service, time.perf_counter() - started)
@@ -82,15 +82,17 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
         ray.shutdown()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if nothing can listen on the port."""
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
+
+    The ApiServers share their port, so one of another service would not be noticed when they bind it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -102,7 +104,7 @@ def _init_ray(config: ServeConfig) -> Any:
             # "local" never joins a cluster that happens to run here.
             "address": "local",
             "include_dashboard": True,
-            "dashboard_port": config.dashboard_port,
+            "dashboard_port": config.dashboard_port or None,
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     else:
