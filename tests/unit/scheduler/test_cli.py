@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -59,7 +60,7 @@ def test_a_wrong_variable_is_one_line_and_exit_code_2(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
 
     assert capsys.readouterr().out == f"purefill {version('purefill')}\n"
@@ -86,18 +87,17 @@ finally:
     assert "--max-capture-tokens N" in text
 
 
-def test_models_list_shows_name_size_and_folder_and_fetches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PUREFILL_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+def test_models_shows_name_size_and_folder_of_what_is_cached(tmp_path: Path) -> None:
+    def purefill(*arguments: str) -> tuple[str, str]:
+        environ = os.environ | {"PUREFILL_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+        command = [sys.executable, "-m", "scheduler.cli", *arguments]
+        answer = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+        return answer.stdout, answer.stderr
 
-    assert main(["models", "--list"]) == 0
-    assert capsys.readouterr() == ("", f"no model is cached in {tmp_path}\n")
+    assert purefill("models", "--list") == ("", f"no model is cached in {tmp_path}\n")
 
     folder = tmp_path / "models" / "smollm2-135m"
     folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / name).write_bytes(bytes(1_000_000))
-    assert main(["models"]) == 0
-    assert capsys.readouterr() == (f"smollm2-135m\t3 MB\t{folder}\n", "")
+    assert purefill("models") == (f"smollm2-135m\t3 MB\t{folder}\n", "")

