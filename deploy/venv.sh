@@ -22,5 +22,6 @@ make_venv() {
     fi
     # The pip that a new environment brings may be too old to resume a broken download.
     "$1/bin/python" -m pip install --quiet --constraint deploy/constraints.txt pip
-    "$1/bin/python" -m pip install --constraint deploy/constraints.txt --editable "$2"
+    # Setuptools warns of what an editable installation may confuse in general; here it is only noise.
+    PYTHONWARNINGS=ignore "$1/bin/python" -m pip install --constraint deploy/constraints.txt --editable "$2"
 }

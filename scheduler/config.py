@@ -151,7 +151,7 @@ class ServeConfig(BaseModel):
         1_048_576, ge=1, description="tokens of waiting prompts beyond which new ones get 429"
     )
     drain_timeout_s: float = Field(
-        30.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
+        0.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
@@ -199,14 +199,22 @@ class ServeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_comes_later(self) -> Self:
-        if self.batch_policy != "fixed":
-            raise ConfigError(f"batch_policy must be fixed, got {self.batch_policy}, which comes later")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}: more comes later"
-            )
-        if self.journal != "memory":
-            raise ConfigError("journal must be memory: a Redis journal comes later")
+        """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
+        later = {
+            "batch_policy must be fixed, adaptive comes later": self.batch_policy != "fixed",
+            "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
+            "journal must be memory, a Redis journal comes later": self.journal != "memory",
+            "metrics_port must be the API's port, one of its own comes later": (
+                self.metrics_port not in (None, self.port)
+            ),
+            "drain_timeout_s must be 0, draining comes later": self.drain_timeout_s != 0,
+            "graph_config.use_cudagraph must be true, eager prefill comes later": (
+                not self.graph_config.use_cudagraph
+            ),
+        }
+        for message, asked in later.items():
+            if asked:
+                raise ConfigError(message)
         return self
 
     @model_validator(mode="wrap")

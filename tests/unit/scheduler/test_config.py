@@ -17,7 +17,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "model": ("org/name", "org/name"),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("0", 0),
-    "metrics_port": ("9000", 9000),
+    "metrics_port": ("8000", 8000),
     "max_batch_requests": ("4", 4),
     "batch_timeout_ms": ("2.5", 2.5),
     "batch_policy": ("fixed", "fixed"),
@@ -168,14 +168,20 @@ def test_several_api_keys() -> None:
             "max_queued_tokens must be >= max_model_len, which is 100, got 99",
         ),
         (
-            {"graph_config": {"use_cudagraph": False}, "graph_optimization_config": {}},
+            {"graph_config": {"capture_slots": [8]}, "graph_optimization_config": {}},
             "graph_config and graph_optimization_config cannot both be set",
         ),
         ({"journal": "disk"}, "journal must be memory or redis://HOST:PORT"),
         # What a later version brings.
-        ({"batch_policy": "adaptive"}, "batch_policy must be fixed, got adaptive, which comes later"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2: more comes later"),
-        ({"journal": "redis://127.0.0.1:6379"}, "journal must be memory: a Redis journal comes later"),
+        ({"batch_policy": "adaptive"}, "batch_policy must be fixed, adaptive comes later"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
+        ({"journal": "redis://127.0.0.1:6379"}, "journal must be memory, a Redis journal comes later"),
+        ({"metrics_port": 9000}, "metrics_port must be the API's port, one of its own comes later"),
+        ({"drain_timeout_s": 1}, "drain_timeout_s must be 0, draining comes later"),
+        (
+            {"graph_config": {"use_cudagraph": False}},
+            "graph_config.use_cudagraph must be true, eager prefill comes later",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(values: dict[str, object], message: str) -> None:
@@ -244,7 +250,7 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> No
     ("fastdeploy", "wanted"),
     [
         ({}, GraphConfig()),
-        ({"use_cudagraph": False}, GraphConfig(use_cudagraph=False)),
+        ({"use_cudagraph": True, "cudagraph_only_prefill": True}, GraphConfig()),
         ({"cudagraph_capture_sizes_prefill": [8, 512]}, GraphConfig(capture_tokens=(8, 512))),
         (
             {"cudagraph_capture_sizes_prefill": [8, 64, 512], "max_capture_shape_prefill": 64},
