@@ -95,7 +95,7 @@ class ServeConfig(BaseModel):
 
     model_config = _FROZEN
 
-    model: str = Field("smollm2-135m", min_length=1, description="model: a folder, a hub id or smollm2-135m")
+    model: str = Field("smollm2-135m", min_length=1, description="a folder, a hub id or smollm2-135m")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces"
     )
@@ -120,7 +120,7 @@ class ServeConfig(BaseModel):
         None, ge=2, description="longest prompt and answer together, in tokens, if less than the model's own"
     )
     max_capture_tokens: int | None = Field(
-        None, ge=1, description="tokens of the largest prefill graph; unset: chosen from the device's memory"
+        None, ge=1, description="tokens of the largest prefill graph; unset: 512"
     )
     graph_optimization_config: Annotated[GraphOptimizationConfig | None, BeforeValidator(_parse_json)] = (
         Field(None, description="the same in FastDeploy's keys")
@@ -132,11 +132,11 @@ class ServeConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of weights and KV pages; auto: the model's own on a GPU"
+        "auto", description="type of weights and KV pages; auto: the model's own"
     )
     load_format: LoadFormat = Field("auto", description="dummy fills the model with random weights")
     kv_memory: Size | None = Field(
-        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: what is free"
+        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB"
     )
     journal: str = Field(
         "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
