@@ -51,7 +51,7 @@ class CompletionStarter:
         requests = make_requests(body, prompts, self._engine.model, self._engine.name, completion_id)
         streams = await self._engine.submit(requests)
         choices = [
-            _Choice(request_id=request.request_id, stream=stream, output=self._output(body))
+            _Choice(request=request, stream=stream, output=self._output(body))
             for request, stream in zip(requests, streams, strict=True)
         ]
         num_prompt_tokens = sum(map(len, prompts))
@@ -193,9 +193,13 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    request_id: str
+    request: Request
     stream: TokenStream
     output: ChoiceOutput
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 class RunningCompletion:
@@ -221,15 +225,11 @@ class RunningCompletion:
 
     async def result(self) -> CompletionResponse:
         """Wait for all choices and return them. Raises RequestError if one of them fails."""
-        texts: list[list[str]] = [[] for _ in self._choices]
+        parts: list[list[CompletionChoice]] = [[] for _ in self._choices]
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                texts[delta.index].append(delta.text)
-        choices = [
-            CompletionChoice(index=i, text="".join(texts[i]), finish_reason=choice.output.finish_reason)
-            for i, choice in enumerate(self._choices)
-        ]
-        return self._response(choices, self._usage())
+                parts[delta.index].append(delta)
+        return self._response([_join(deltas) for deltas in parts], self._usage())
 
     async def chunks(self) -> AsyncGenerator[str]:
         """Yield the JSON of each chunk of a stream, one for each token. Raises RequestError."""
@@ -259,7 +259,12 @@ class RunningCompletion:
             finish_reason = choice.output.finish_reason
             if finish_reason is not None and event.finish_reason is None:
                 await self._engine.cancel([choice.request_id])  # a stop string ended it
-            yield CompletionChoice(index=index, text=text, finish_reason=finish_reason)
+            delta = CompletionChoice(index=index, text=text, finish_reason=finish_reason)
+            if self._body.return_token_ids:
+                delta.token_ids = [] if event.token_id is None else [event.token_id]
+                if event.index == 0:
+                    delta.prompt_token_ids = list(choice.request.prompt_token_ids)
+            yield delta
             if finish_reason is not None:
                 return
 
@@ -275,3 +280,13 @@ class RunningCompletion:
         return CompletionResponse(
             id=self._id, created=self._created, model=self._body.model, choices=choices, usage=usage
         )
+
+
+def _join(deltas: Sequence[CompletionChoice]) -> CompletionChoice:
+    """Return the whole choice of which `deltas` are the parts in a stream."""
+    first, last = deltas[0], deltas[-1]
+    whole = last.model_copy(update={"text": "".join(delta.text for delta in deltas)})
+    if first.token_ids is not None:
+        whole.token_ids = [token_id for delta in deltas for token_id in delta.token_ids or ()]
+        whole.prompt_token_ids = first.prompt_token_ids
+    return whole

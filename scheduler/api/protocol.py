@@ -53,7 +53,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "regex": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "skip_special_tokens": (True,),
     "stop_token_ids": ([],),
     "structured_outputs": (),
@@ -62,6 +61,10 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
 }
 """Fields of OpenAI, vLLM and SGLang that would change the result, and their values, besides null, that do not."""
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 def _whole_number(value: Any) -> Any:
@@ -189,6 +192,8 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    return_token_ids: bool = False
+    """Whether the choices hold the token ids of prompt and completion too, as in vLLM."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,6 +231,10 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    token_ids: Annotated[list[int] | None, Field(exclude_if=_is_none)] = None
+    """With `return_token_ids`: the tokens of the text, those that ended it included."""
+    prompt_token_ids: Annotated[list[int] | None, Field(exclude_if=_is_none)] = None
+    """With `return_token_ids`: the prompt; in a stream in the first chunk of each choice only."""
 
 
 class CompletionResponse(BaseModel):

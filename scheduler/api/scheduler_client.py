@@ -31,6 +31,11 @@ class _Submission:
     def request_ids(self) -> tuple[str, ...]:
         return tuple(request.request_id for request in self.requests)
 
+    @property
+    def accepted(self) -> bool:
+        answer = self.answer
+        return answer.done() and not answer.cancelled() and not answer.exception() and answer.result() is None
+
 
 class SchedulerClient:
     """The `Engine` of an ApiServer. Owns the token streams of what it submitted; belongs to one event loop.
@@ -70,6 +75,8 @@ class SchedulerClient:
             rejection = await submission.answer
         except BaseException:
             self._router.close(submission.request_ids)
+            if submission.accepted:  # given up in the moment between the answer and this line
+                self._scheduler.cancel.remote(submission.request_ids)
             raise
         if rejection is not None:
             self._router.close(submission.request_ids)
