@@ -95,6 +95,11 @@ class Scheduler:
         self._core.step_done(report, time.monotonic())
         self._pump()
 
+    async def stop(self) -> None:
+        """Watch nobody any more: the workers are about to be ended on purpose."""
+        for task in self._tasks:
+            task.cancel()
+
     async def metrics(self) -> str:
         """Return all metrics in Prometheus' text format."""
         return self._metrics.render(self._core)

@@ -95,7 +95,7 @@ class ServeConfig(BaseModel):
 
     model_config = _FROZEN
 
-    model: str = Field("smollm2-135m", min_length=1, description="model: a folder, a hub id or smollm2-135m")
+    model: str = Field("smollm2-135m", min_length=1, description="a folder, a hub id or smollm2-135m")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces"
     )
@@ -120,7 +120,7 @@ class ServeConfig(BaseModel):
         None, ge=2, description="longest prompt and answer together, in tokens, if less than the model's own"
     )
     max_capture_tokens: int | None = Field(
-        None, ge=1, description="tokens of the largest prefill graph; unset: chosen from the device's memory"
+        None, ge=1, description="tokens of the largest prefill graph; unset: 512"
     )
     graph_optimization_config: Annotated[GraphOptimizationConfig | None, BeforeValidator(_parse_json)] = (
         Field(None, description="the same in FastDeploy's keys")
@@ -132,11 +132,11 @@ class ServeConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of weights and KV pages; auto: the model's own on a GPU"
+        "auto", description="type of weights and KV pages; auto: the model's own"
     )
     load_format: LoadFormat = Field("auto", description="dummy fills the model with random weights")
     kv_memory: Size | None = Field(
-        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: what is free"
+        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB"
     )
     journal: str = Field(
         "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
@@ -151,7 +151,7 @@ class ServeConfig(BaseModel):
         1_048_576, ge=1, description="tokens of waiting prompts beyond which new ones get 429"
     )
     drain_timeout_s: float = Field(
-        30.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
+        0.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
@@ -199,14 +199,22 @@ class ServeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_comes_later(self) -> Self:
-        if self.batch_policy != "fixed":
-            raise ConfigError(f"batch_policy must be fixed, got {self.batch_policy}, which comes later")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size}: more comes later"
-            )
-        if self.journal != "memory":
-            raise ConfigError("journal must be memory: a Redis journal comes later")
+        """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
+        later = {
+            "batch_policy must be fixed, adaptive comes later": self.batch_policy != "fixed",
+            "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
+            "journal must be memory, a Redis journal comes later": self.journal != "memory",
+            "metrics_port must be the API's port, one of its own comes later": (
+                self.metrics_port not in (None, self.port)
+            ),
+            "drain_timeout_s must be 0, draining comes later": self.drain_timeout_s != 0,
+            "graph_config.use_cudagraph must be true, eager prefill comes later": (
+                not self.graph_config.use_cudagraph
+            ),
+        }
+        for message, asked in later.items():
+            if asked:
+                raise ConfigError(message)
         return self
 
     @model_validator(mode="wrap")

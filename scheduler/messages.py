@@ -1,9 +1,9 @@
 """Messages between purefill's actors. Every one is a frozen dataclass; times are in seconds, sizes in bytes.
 
-    ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
-    ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
-                                   Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
-                                   Scheduler ◄─StepReport───── DecodeWorker
+ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
+ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
+                               Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
+                               Scheduler ◄─StepReport───── DecodeWorker
 """
 
 from __future__ import annotations

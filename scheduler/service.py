@@ -9,11 +9,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from graphs.buckets import default_token_ladder
 from scheduler.actor import Scheduler, SchedulerConfig
@@ -33,6 +35,9 @@ from scheduler.models import ModelFolder, resolve_model
 _CPU_MAX_CAPTURE_TOKENS = 512
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: tokens travel in messages, KV in the workers' own memory."""
+
+_STOP_TIMEOUT_S = 5.0
+"""After this long, processes that should have ended by themselves are killed."""
 
 
 class _StopSignal(BaseException):
@@ -54,7 +59,7 @@ def run_service(config: ServeConfig) -> int:
     with _stop_on_signals():
         try:
             started = time.perf_counter()
-            check_port(config.host, config.port)
+            config = config.model_copy(update={"port": free_port(config.host, config.port)})
             folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
             with start_service(config, folder) as service:
                 _print_summary(config, folder, service, time.perf_counter() - started)
@@ -78,19 +83,26 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
     try:
         yield _start_actors(config, folder, context.dashboard_url, actors)
     finally:
+        # The dashboard's own children outlive it for a moment: they must not outlive the service.
+        processes = psutil.Process().children(recursive=True)
         _stop_actors(actors)
         ray.shutdown()
+        _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+        for process in alive:
+            process.kill()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if nothing can listen on the port."""
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
+
+    The ApiServers share their port, so one of another service would not be noticed when they bind it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -102,14 +114,17 @@ def _init_ray(config: ServeConfig) -> Any:
             # "local" never joins a cluster that happens to run here.
             "address": "local",
             "include_dashboard": True,
-            "dashboard_port": config.dashboard_port,
+            "dashboard_port": config.dashboard_port or None,
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     else:
         _say(f"joining Ray at {config.ray_address}")
         options = {"address": config.ray_address}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        return ray.init(namespace=RAY_NAMESPACE, logging_level=logging.ERROR, **options)
+        context = ray.init(namespace=RAY_NAMESPACE, logging_level=logging.ERROR, **options)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place.
+        return context
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"Ray cannot be started or joined: {error}") from error
 
@@ -226,9 +241,13 @@ def _get(refs: list[Any]) -> list[Any]:
 
 
 def _stop_actors(actors: list[Any]) -> None:
-    """End all actors, the ApiServers first; none is waited for longer than a few seconds."""
+    """End all actors: those that can, in their own way first, so that open connections get an answer."""
     import ray
+    from ray.exceptions import RayError
 
+    stopping = [actor.stop.remote() for actor in reversed(actors) if hasattr(actor, "stop")]
+    with suppress(RayError):
+        ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT_S)
     for actor in reversed(actors):
         ray.kill(actor)
 
