@@ -44,6 +44,9 @@ class Ladder(Protocol):
     def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
         """Return the smallest bucket that holds a batch, or raise `ValueError` if none does."""
 
+    def below(self, num_tokens: int) -> Ladder | None:
+        """Return a ladder of the buckets of fewer tokens than `num_tokens`, or None if there is none."""
+
 
 class StepLadder:
     """Buckets for decode steps, in which every sequence computes one token: n tokens in n slots."""
@@ -64,6 +67,9 @@ class StepLadder:
             raise ValueError(f"a step takes one token each of at most {self._sizes[-1]} sequences")
         size = self._sizes[bisect_left(self._sizes, num_sequences)]
         return Bucket(size, size)
+
+    def below(self, num_tokens: int) -> None:
+        """Return None: a decode worker has promised to run so many sequences."""
 
 
 class BucketLadder:
@@ -111,3 +117,8 @@ class BucketLadder:
             self.capture_tokens[bisect_left(self.capture_tokens, num_tokens)],
             self.capture_slots[bisect_left(self.capture_slots, num_sequences)],
         )
+
+    def below(self, num_tokens: int) -> BucketLadder | None:
+        """Return a ladder of the buckets of fewer tokens than `num_tokens`, or None if there is none."""
+        kept = [tokens for tokens in self.capture_tokens if tokens < num_tokens]
+        return BucketLadder(kept, self.capture_slots) if kept else None

@@ -1,56 +1,134 @@
-"""Replay of a forward pass on static, padded buffers, one per bucket."""
+"""Runs batches in the buckets of a ladder: graph replays, or the same computation on the CPU."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 import torch
 
 from graphs.buckets import Bucket, Ladder
-from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
+from graphs.capture import GraphMemory
+from graphs.layout import SCRATCH_PAGE, BatchLayout, SlotInput
+from graphs.programs import Computation, CudaProgram, HostProgram, Program, Ticket
 
-Forward = Callable[[BatchInputs], torch.Tensor]
+_LOG = logging.getLogger(__name__)
+_TIMED_BATCHES = {"cuda": 3, "cpu": 1}
+"""On the CPU a batch takes long, and there is nothing to warm up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReport:
+    """What preparing one bucket took, and how fast it runs."""
+
+    bucket: Bucket
+    prepare_seconds: float
+    """Time to warm up and capture."""
+    batch_seconds: float
+    """Time of a full batch, from host tokens to the result on the host."""
+    size_bytes: int
+    """Bytes of its static buffers, and of its graphs on a device."""
 
 
 class GraphRunner:
-    """Owns the static buffers of each bucket and runs `forward` on them.
+    """Owns the static buffers and graphs of each bucket.
 
-    `forward` takes a padded batch and returns one row per slot. It is called with the same buffers for every
-    batch of a bucket, so what a CUDA graph would have captured and what runs here are the same computation.
+    On the CPU, and on a CUDA device where `use_graphs` is false, nothing is captured.
     """
 
-    def __init__(self, forward: Forward, ladder: Ladder, *, pages_per_slot: int, page_size: int) -> None:
+    def __init__(
+        self,
+        computation: Computation,
+        ladder: Ladder,
+        *,
+        pages_per_slot: int,
+        page_size: int,
+        device: torch.device,
+        use_graphs: bool = True,
+    ) -> None:
         self.ladder = ladder
-        self._forward = forward
-        self._host: dict[Bucket, HostBatch] = {}
-        self._inputs: dict[Bucket, BatchInputs] = {}
-        for bucket in ladder.buckets:
-            layout = BatchLayout(bucket=bucket, pages_per_slot=pages_per_slot, page_size=page_size)
-            self._host[bucket] = host = HostBatch(layout)
-            # On the CPU the host buffer is the static input itself: nothing to copy.
-            self._inputs[bucket] = BatchInputs.of(layout, host.tensor)
+        self._computation = computation
+        self._pages_per_slot = pages_per_slot
+        self._page_size = page_size
+        self._device = device
+        self._memory = GraphMemory(device) if device.type == "cuda" and use_graphs else None
+        self._programs: dict[Bucket, Program] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all static buffers."""
-        return sum(host.layout.size_bytes for host in self._host.values())
+        """Bytes of all static buffers and graphs."""
+        return sum(program.size_bytes for program in self._programs.values())
 
-    def warm_up(self) -> Mapping[Bucket, float]:
-        """Run every bucket once on padding only, largest first; return the seconds of each."""
-        seconds: dict[Bucket, float] = {}
-        for bucket in self.ladder.buckets:
-            started = time.perf_counter()
-            self._host[bucket].pack(())
-            self._forward(self._inputs[bucket])
-            seconds[bucket] = time.perf_counter() - started
-        return seconds
+    def prepare(self) -> tuple[BucketReport, ...]:
+        """Capture every bucket, largest first, and time it. Must be called once, before batches are submitted.
 
-    def run(self, slots: Sequence[SlotInput]) -> tuple[torch.Tensor, Bucket]:
-        """Run a batch in the smallest bucket that holds it.
-
-        Returns the rows of its slots, in order, and the bucket. Raises `ValueError` if no bucket holds it.
+        If the device's memory does not suffice for a bucket, it and its equals in tokens leave the ladder, with a
+        warning. Raises `torch.OutOfMemoryError` if none is left then, or if the ladder must not shrink.
         """
+        reports: list[BucketReport] = []
+        for bucket in self.ladder.buckets:
+            if bucket not in self.ladder.buckets:
+                continue
+            try:
+                reports.append(self._prepare(bucket))
+            except torch.OutOfMemoryError as error:
+                smaller = self.ladder.below(bucket.num_tokens)
+                if smaller is None:
+                    raise
+                _LOG.warning(
+                    "memory does not suffice for the graph of %s tokens x slots: larger batches are split (%s)",
+                    bucket,
+                    error,
+                )
+                self.ladder = smaller
+                torch.cuda.empty_cache()
+        kept = set(self.ladder.buckets)
+        self._programs = {bucket: program for bucket, program in self._programs.items() if bucket in kept}
+        return tuple(report for report in reports if report.bucket in kept)
+
+    def submit(self, slots: Sequence[SlotInput]) -> Ticket:
+        """Start a batch in the smallest bucket that holds it. Raises `ValueError` if none does."""
         bucket = self.ladder.fit(sum(len(slot.token_ids) for slot in slots), len(slots))
-        self._host[bucket].pack(slots)
-        return self._forward(self._inputs[bucket])[: len(slots)], bucket
+        return self._programs[bucket].submit(slots)
+
+    def _prepare(self, bucket: Bucket) -> BucketReport:
+        started = time.perf_counter()
+        layout = BatchLayout(bucket=bucket, pages_per_slot=self._pages_per_slot, page_size=self._page_size)
+        program: Program
+        if self._device.type == "cuda":
+            program = cuda_program = CudaProgram(self._computation, layout, self._device)
+            if self._memory is not None:
+                cuda_program.capture(self._memory)
+        else:
+            program = HostProgram(self._computation, layout)
+        self._programs[bucket] = program
+        prepared = time.perf_counter()
+        batch = _full_batch(layout)
+        times = []
+        for _ in range(_TIMED_BATCHES[self._device.type]):
+            before = time.perf_counter()
+            program.submit(batch).result()
+            times.append(time.perf_counter() - before)
+        return BucketReport(
+            bucket=bucket,
+            prepare_seconds=prepared - started,
+            batch_seconds=median(times),
+            size_bytes=program.size_bytes,
+        )
+
+
+def _full_batch(layout: BatchLayout) -> list[SlotInput]:
+    """Return a batch that fills a bucket, in the scratch page: no sequence's pages are touched."""
+    tokens, slots = layout.bucket.num_tokens, layout.bucket.num_slots
+    context = layout.pages_per_slot * layout.page_size
+    lengths = [min(tokens // slots + (i < tokens % slots), context) for i in range(slots)]
+    return [
+        SlotInput(
+            token_ids=[0] * length, num_cached=0, page_ids=[SCRATCH_PAGE] * -(-length // layout.page_size)
+        )
+        for length in lengths
+        if length
+    ]

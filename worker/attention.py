@@ -7,7 +7,7 @@ Registered in transformers under the name ``purefill``, so any model whose atten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,16 +31,80 @@ class _Slot:
     """Set if the pages are consecutive: then they are one slice, and no copy is needed to read them."""
 
 
-class PagedPass:
+class PagedPass(Protocol):
     """What the attention layers of one forward pass share: where KV is written, and who attends to what."""
 
-    def __init__(self, inputs: BatchInputs, kv_slots: torch.Tensor, kv_lens: torch.Tensor, pool: KVPool):
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Write the pass's KV to its pages, then let each sequence attend to its own.
+
+        `query` is ``[heads, T, head_dim]``, `key` and `value` ``[kv_heads, T, head_dim]``; returns
+        ``[T, heads, head_dim]``, zero at pad positions. `window` is the most keys a query sees.
+        """
+
+
+class CudaPass:
+    """A pass on a CUDA device, as one kernel per layer. Nothing in it depends on a value, so it can be captured."""
+
+    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
+        # Imported here: Triton comes with torch for CUDA only.
+        from worker.triton_attention import prefill_attention
+
+        self._kernel = prefill_attention
+        self._inputs = inputs
         self._pool = pool
-        self._kv_slots = kv_slots
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Do as `PagedPass` says, except that pads write no KV at all."""
+        keys_offset, values_offset = self._pool.offsets(layer)
+        out: torch.Tensor = self._kernel(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            self._pool.memory,
+            self._inputs.query_starts,
+            self._inputs.num_cached,
+            self._inputs.page_table,
+            keys_offset,
+            values_offset,
+            self._pool.page_size,
+            scaling,
+            window or 0,
+            softcap or 0.0,
+        )
+        return out
+
+
+class HostPass:
+    """A pass on the CPU, sequence by sequence."""
+
+    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
+        derived = inputs.derive()
+        self._pool = pool
+        self._kv_slots = derived.kv_slots
         starts = inputs.query_starts.tolist()
         tables = inputs.page_table.tolist()
         self._slots: list[_Slot] = []
-        for i, kv_len in enumerate(kv_lens.tolist()):
+        for i, kv_len in enumerate(derived.kv_lens.tolist()):
             if kv_len:
                 pages = tables[i][: -(-kv_len // inputs.page_size)]
                 consecutive = pages[-1] - pages[0] == len(pages) - 1 and pages == sorted(pages)
@@ -59,11 +123,7 @@ class PagedPass:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write the pass's KV to its pages, then let each sequence attend to its own.
-
-        `query` is ``[heads, T, head_dim]``, `key` and `value` ``[kv_heads, T, head_dim]``; returns
-        ``[T, heads, head_dim]``, zero at pad positions. `window` is the most keys a query sees.
-        """
+        """Do as `PagedPass` says."""
         keys, values = self._pool.layer(layer)
         keys.view(-1, *keys.shape[2:]).index_copy_(0, self._kv_slots, key.transpose(0, 1))
         values.view(-1, *values.shape[2:]).index_copy_(0, self._kv_slots, value.transpose(0, 1))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphs.buckets import Bucket, StepLadder
+from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
 from scheduler.errors import StaleLeaseError
 from scheduler.messages import DecodeStart, Lease, Request, SequenceRef, TokenEvent
@@ -55,9 +54,9 @@ class DecodeEngine:
         self._released: list[SequenceRef] = []
         self._failed: list[tuple[str, TokenEvent]] = []
 
-    def warm_up(self) -> Mapping[Bucket, float]:
-        """Run every bucket once; return the seconds of each."""
-        return self._runner.warm_up()
+    def prepare(self) -> None:
+        """Capture every bucket."""
+        self._runner.prepare()
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +110,7 @@ class DecodeEngine:
         self._failed, self._released = [], []
         batch = list(self._running.values())[: self._max_num_seqs]
         if batch:
-            tokens, _ = self._runner.run([_slot(sequence) for sequence in batch])
+            tokens = self._runner.submit([_slot(sequence) for sequence in batch]).result()
             for sequence, token in zip(batch, tokens, strict=True):
                 self._advance(sequence, token, outcome)
         outcome.seconds = time.perf_counter() - started

@@ -55,7 +55,7 @@ class DecodeWorker:
         )
         self._sender = EventSender(config.name)
         self._engine = DecodeEngine(model, pool, max_num_seqs=config.max_num_seqs)
-        self._engine.warm_up()
+        self._engine.prepare()
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,

@@ -10,6 +10,8 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -45,31 +47,58 @@ class KVSpec:
 
 
 class KVPool:
-    """The pages of one decode worker, mapped into this process. Page 0 is the scratch page.
+    """The pages of one decode worker, as this process sees them. Page 0 is the scratch page.
 
-    The owner calls `create`; others call `open` with its handle. The memory has no name in the file system: it
-    goes away with the last process that maps it, however that process ends.
+    Keys and values of all layers lie in one tensor, layer by layer; epochs lie in host memory.
     """
 
-    def __init__(self, spec: KVSpec, memory: mmap.mmap, *, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, spec: KVSpec, epochs: np.ndarray, memory: torch.Tensor, *, num_pages: int, page_size: int
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._epochs = np.frombuffer(memory, dtype=np.int64, count=num_pages)
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        offset = 8 * num_pages
-        for layer in spec.layers:
-            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-            count = num_pages * page_size * layer.num_kv_heads * layer.head_dim
-            parts: list[torch.Tensor] = []
-            for _ in ("keys", "values"):
-                part = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=offset)
-                parts.append(part.view(shape))
-                offset += count * spec.dtype.itemsize
-            self._layers.append((parts[0], parts[1]))
+        self.memory = memory
+        """All keys and values, in one dimension."""
+        self._epochs = epochs
+        self._shapes = [(num_pages, page_size, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+        counts = [prod(shape) for shape in self._shapes]
+        starts = [0, *accumulate(2 * count for count in counts)]
+        self._offsets = [(start, start + count) for start, count in zip(starts, counts, strict=False)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self.memory.device
+
+    @classmethod
+    def on_device(cls, spec: KVSpec, *, num_pages: int, page_size: int, device: torch.device) -> KVPool:
+        """Allocate a pool for this process alone.
+
+        Raises `ConfigError` if the memory is not there.
+        """
+        count = num_pages * page_size * spec.token_bytes // spec.dtype.itemsize
+        try:
+            memory = torch.zeros(count, dtype=spec.dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"kv_memory: cannot get {count * spec.dtype.itemsize} bytes: {error}"
+            ) from error
+        epochs = np.zeros(num_pages, dtype=np.int64)
+        return cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size)
+
+    @classmethod
+    def _mapped(cls, spec: KVSpec, memory: mmap.mmap, *, num_pages: int, page_size: int) -> KVPool:
+        epochs = np.frombuffer(memory, dtype=np.int64, count=num_pages)
+        count = num_pages * page_size * spec.token_bytes // spec.dtype.itemsize
+        elements = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=8 * num_pages)
+        return cls(spec, epochs, elements, num_pages=num_pages, page_size=page_size)
 
     @classmethod
     def create(cls, spec: KVSpec, *, name: str, num_pages: int, page_size: int) -> tuple[KVPool, PoolHandle]:
-        """Allocate a pool of `num_pages` pages of `page_size` tokens.
+        """Allocate a pool of `num_pages` pages of `page_size` tokens in memory that other processes can `open`.
+
+        The memory has no name in the file system: it goes away with the last process that maps it, however that
+        process ends.
 
         Raises `ConfigError` if the memory is not there: it is all taken now, never found missing later.
         """
@@ -93,7 +122,7 @@ class KVPool:
             page_size=page_size,
             size_bytes=size_bytes,
         )
-        return cls(spec, memory, num_pages=num_pages, page_size=page_size), handle
+        return cls._mapped(spec, memory, num_pages=num_pages, page_size=page_size), handle
 
     @classmethod
     def open(cls, spec: KVSpec, handle: PoolHandle) -> KVPool:
@@ -106,11 +135,18 @@ class KVPool:
             )
         with Path(handle.address).open("r+b") as file:
             memory = mmap.mmap(file.fileno(), size_bytes)
-        return cls(spec, memory, num_pages=handle.num_pages, page_size=handle.page_size)
+        return cls._mapped(spec, memory, num_pages=handle.num_pages, page_size=handle.page_size)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer, each ``[num_pages, page_size, kv_heads, head_dim]``."""
-        return self._layers[index]
+        keys, values = self._offsets[index]
+        shape = self._shapes[index]
+        count = values - keys
+        return self.memory[keys:values].view(shape), self.memory[values : values + count].view(shape)
+
+    def offsets(self, index: int) -> tuple[int, int]:
+        """Return the elements of `memory` at which the keys and the values of a layer begin."""
+        return self._offsets[index]
 
     def claim(self, page_ids: Sequence[int], epoch: int) -> None:
         """Mark pages as written under `epoch`. Raises `StaleLeaseError` if one has a newer epoch already."""

@@ -15,8 +15,9 @@ from graphs.buckets import Bucket
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
-from worker.attention import ATTENTION_NAME, PagedPass
+from worker.attention import ATTENTION_NAME, CudaPass, HostPass
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
+from worker.merge import merge_projections
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
@@ -44,6 +45,7 @@ class Model:
 
     def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
         self._model = model
+        self._compiled = torch.compile(self.logits, fullgraph=True)
         self.kv_spec = kv_spec
         self.info = info
 
@@ -52,11 +54,15 @@ class Model:
         """Bytes of all parameters and buffers."""
         return int(self._model.get_memory_footprint())
 
-    @torch.inference_mode()
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self._model.device
+
     def logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
         """Run a padded batch, writing its KV to `pool`; return the logits after each slot's last token, [S, V].
 
-        Rows of unused slots hold nothing of meaning.
+        Rows of unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
         output = self._model(
@@ -64,9 +70,23 @@ class Model:
             position_ids=derived.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=derived.last_token,
-            paged=PagedPass(inputs, derived.kv_slots, derived.kv_lens, pool),
+            paged=CudaPass(inputs, pool) if pool.device.type == "cuda" else HostPass(inputs, pool),
         )
         logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def compiled_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+        """Do the same as `logits` in code compiled for any number of token positions.
+
+        The first call compiles, for a minute or so if the code is not in the cache.
+        """
+        num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
+        if num_tokens > 1:
+            torch._dynamo.mark_dynamic(inputs.token_ids, 0)
+            if num_tokens == num_slots:  # a ladder of decode steps, in which both change
+                for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+        logits: torch.Tensor = self._compiled(inputs, pool)
         return logits
 
 
@@ -79,18 +99,21 @@ def load_model(source: ModelSource) -> Model:
     config = _read_config(source)
     dtype = _choose_dtype(source, config)
     model = _load(source, config, dtype)
-    max_model_len = _choose_max_model_len(source, config)
     kv_spec = _discover_kv_spec(model, dtype, source.name)
     info = ModelInfo(
         name=source.name,
-        max_model_len=max_model_len,
+        max_model_len=_choose_max_model_len(source, config),
         vocab_size=config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=model.num_parameters(),
     )
+    generator = torch.Generator().manual_seed(0)
+    sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
+    own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
+    merge_projections(model)
     loaded = Model(model, kv_spec, info)
-    _check_against_own_attention(model, loaded)
+    _check_against_own(loaded, sequence.tolist(), own)
     return loaded
 
 
@@ -134,17 +157,23 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
     try:
         if source.load_format == "dummy":
             torch.manual_seed(_DUMMY_SEED)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            with torch.device(source.device):  # a GPU makes random numbers much faster
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                )
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                source.folder, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+                source.folder,
+                dtype=dtype,
+                device_map=source.device,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model {source.name} cannot be loaded: {reason}") from error
     model.eval()
     model.requires_grad_(False)
-    model.to(source.device)  # type: ignore[arg-type]
     return model
 
 
@@ -200,31 +229,25 @@ def _run_with_attention(model: PreTrainedModel, attention: str, token_ids: torch
     return logits
 
 
-def _check_against_own_attention(model: PreTrainedModel, loaded: Model) -> None:
-    """Compare one padded, two-pass batch with the model's own eager attention.
+@torch.inference_mode()
+def _check_against_own(loaded: Model, tokens: list[int], own: torch.Tensor) -> None:
+    """Compare a sequence, in two padded passes, with the logits `own` ``[V]`` of the model as it was loaded.
 
     This is what lets a family work because transformers has it: nothing is assumed of it, it is tried.
     """
-    vocab_size, page_size = loaded.info.vocab_size, 16
-    length = min(24, loaded.info.max_model_len)
-    generator = torch.Generator().manual_seed(0)
-    sequence = torch.randint(vocab_size, (1, length), generator=generator)
-    own = _run_with_attention(model, "eager", sequence.to(model.device))[0, -1].float()
-
     # Page 0 is scratch; the sequence's pages are given in reverse, so that page order matters.
-    pool, _ = KVPool.create(loaded.kv_spec, name="check", num_pages=3, page_size=page_size)
+    page_size = 16
+    pool = KVPool.on_device(loaded.kv_spec, num_pages=3, page_size=page_size, device=loaded.device)
     layout = BatchLayout(bucket=Bucket(32, 2), pages_per_slot=2, page_size=page_size)
     host = HostBatch(layout)
-    cut = length // 2
-    tokens = sequence[0].tolist()
-    for start, end in ((0, cut), (cut, length)):
+    cut = len(tokens) // 2
+    for start, end in ((0, cut), (cut, len(tokens))):
         host.pack([SlotInput(token_ids=tokens[start:end], num_cached=start, page_ids=(2, 1))])
-        logits = loaded.logits(BatchInputs.of(layout, host.tensor.to(model.device)), pool)[0].float()
+        logits = loaded.logits(BatchInputs.of(layout, host.tensor.to(loaded.device)), pool)[0].float()
     error = float((logits - own).norm() / own.norm())
     limit = 1e-3 if loaded.kv_spec.dtype is torch.float32 else 5e-2
     if not error <= limit:
         raise ConfigError(
-            f"model {loaded.info.name}: its logits with paged attention differ from its own by {error:.2g} "
-            f"(at most {limit:g} is right): {model.config.model_type} needs something of attention that is "
-            "not supported"
+            f"model {loaded.info.name}: its logits with paged attention and merged projections differ from its own "
+            f"by {error:.2g} (at most {limit:g} is right): {loaded.info.name} needs something that is not supported"
         )

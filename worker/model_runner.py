@@ -2,45 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 
 import torch
 
-from graphs.buckets import Bucket, Ladder
+from graphs.buckets import Ladder
 from graphs.layout import BatchInputs, SlotInput
-from graphs.runner import GraphRunner
+from graphs.programs import Computation, Ticket
+from graphs.runner import BucketReport, GraphRunner
 from scheduler.messages import Request
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.sampling import choose_tokens
+from worker.sampling import CHOICES, needed_choice
+
+_LOG = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the static buffers of one ladder over one KV pool, and chooses each sequence's next token."""
+    """Owns the static buffers and graphs of one ladder over one KV pool, and chooses each sequence's next token."""
 
-    def __init__(self, model: Model, pool: KVPool, ladder: Ladder) -> None:
+    def __init__(self, model: Model, pool: KVPool, ladder: Ladder, *, use_graphs: bool = True) -> None:
         self._model = model
         self._pool = pool
-        self.graphs = GraphRunner(
-            self._forward,
+        self.eager_reason = None if use_graphs or pool.device.type == "cpu" else "disabled"
+        """Why passes run without graphs on a device that has them, or None."""
+        self._graphs = self._make_graphs(ladder)
+
+    @property
+    def ladder(self) -> Ladder:
+        """The buckets that batches must fit."""
+        return self._graphs.ladder
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all static buffers and graphs."""
+        return self._graphs.size_bytes
+
+    @torch.inference_mode()
+    def prepare(self) -> tuple[BucketReport, ...]:
+        """Capture and time every bucket. The ladder may shrink, if memory does not suffice for all of it.
+
+        A model that cannot be captured runs eagerly, and says why.
+        """
+        try:
+            return self._graphs.prepare()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self._pool.device.type == "cpu" or self.eager_reason is not None:
+                raise
+            _LOG.warning("%s cannot be captured and runs without graphs: %s", self._model.info.name, error)
+            self.eager_reason = "not_capturable"
+            self._graphs = self._make_graphs(self._graphs.ladder)
+            return self._graphs.prepare()
+
+    @torch.inference_mode()
+    def submit(self, slots: Sequence[SlotInput]) -> Ticket:
+        """Start to compute the tokens of `slots` in one pass; its result is the next token after each."""
+        return self._graphs.submit(slots)
+
+    def _make_graphs(self, ladder: Ladder) -> GraphRunner:
+        captured = self._pool.device.type == "cuda" and self.eager_reason is None
+        logits = self._model.compiled_logits if captured else self._model.logits
+        pool = self._pool
+
+        def forward(inputs: BatchInputs) -> torch.Tensor:
+            return logits(inputs, pool)
+
+        return GraphRunner(
+            Computation(
+                forward=forward,
+                finishes={
+                    name: torch.compile(choose) if captured else choose for name, choose in CHOICES.items()
+                },
+                choose_finish=needed_choice,
+            ),
             ladder,
-            pages_per_slot=-(-model.info.max_model_len // pool.page_size),
+            pages_per_slot=-(-self._model.info.max_model_len // pool.page_size),
             page_size=pool.page_size,
+            device=pool.device,
+            use_graphs=captured,
         )
-
-    def _forward(self, inputs: BatchInputs) -> torch.Tensor:
-        return choose_tokens(self._model.logits(inputs, self._pool), inputs)
-
-    @torch.inference_mode()
-    def warm_up(self) -> Mapping[Bucket, float]:
-        """Run every bucket once; return the seconds of each."""
-        return self.graphs.warm_up()
-
-    @torch.inference_mode()
-    def run(self, slots: Sequence[SlotInput]) -> tuple[list[int], Bucket]:
-        """Compute the tokens of `slots` in one replay; return the next token after each, and the bucket."""
-        tokens, bucket = self.graphs.run(slots)
-        return tokens.tolist(), bucket
 
 
 def slot_input(

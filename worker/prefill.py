@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
+from graphs.programs import Ticket
+from graphs.runner import BucketReport
 from scheduler.errors import StaleLeaseError
 from scheduler.messages import PoolHandle, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult
 from worker.kv_pool import KVPool
@@ -48,59 +50,104 @@ def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> l
 
 
 class PrefillEngine:
-    """Owns the model and, for each decode worker's pool, the static buffers that write into it."""
+    """Owns the model and, for each decode worker's pool, the static buffers and graphs that write into it."""
 
-    def __init__(self, name: str, model: Model, ladder: BucketLadder) -> None:
+    def __init__(self, name: str, model: Model, ladder: BucketLadder, *, use_graphs: bool = True) -> None:
         self.name = name
         self.model = model
         self._ladder = ladder
+        self._use_graphs = use_graphs
         self._pools: dict[str, KVPool] = {}
         self._runners: dict[str, ModelRunner] = {}
 
-    def attach(self, handle: PoolHandle) -> Mapping[str, float]:
-        """Open a decode worker's pool and warm up on it; return the seconds of each bucket by name.
+    def attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
+        """Open a decode worker's pool and do as `attach_pool`.
 
         Raises `ConfigError` if the pool does not fit this model.
         """
-        pool = KVPool.open(self.model.kv_spec, handle)
-        runner = ModelRunner(self.model, pool, self._ladder)
-        self._pools[handle.decode_worker] = pool
-        self._runners[handle.decode_worker] = runner
-        return {str(bucket): seconds for bucket, seconds in runner.warm_up().items()}
+        return self.attach_pool(handle.decode_worker, KVPool.open(self.model.kv_spec, handle))
+
+    def attach_pool(self, decode_worker: str, pool: KVPool) -> tuple[BucketReport, ...]:
+        """Capture the graphs that write into a decode worker's pool; return what each bucket took."""
+        runner = ModelRunner(self.model, pool, self._ladder, use_graphs=self._use_graphs)
+        self._pools[decode_worker] = pool
+        self._runners[decode_worker] = runner
+        return runner.prepare()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all static buffers."""
-        return sum(runner.graphs.size_bytes for runner in self._runners.values())
+        """Bytes of all static buffers and graphs."""
+        return sum(runner.size_bytes for runner in self._runners.values())
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch. An item whose lease is stale fails alone; the others do not notice."""
+        return self.submit(batch).result()
+
+    def submit(self, batch: PrefillBatch) -> SubmittedPrefill:
+        """Start a batch. On a GPU this returns before it is computed, so that the next one can be prepared."""
         started = time.perf_counter()
         pool, runner = self._pools[batch.decode_worker], self._runners[batch.decode_worker]
         failed = _refused(batch.items, pool.claim)
         items = [item for item in batch.items if item.request.request_id not in failed]
         tokens = [(*item.request.prompt_token_ids, *item.request.output_token_ids) for item in items]
-        chosen: dict[str, int] = {}
-        replays: Counter[str] = Counter()
-        padding = 0
-        for segments in plan_passes(
-            [len(ids) for ids in tokens], max_tokens=self._ladder.max_tokens, max_slots=self._ladder.max_slots
-        ):
-            next_tokens, bucket = runner.run([_slot(items[s.item], tokens[s.item], s) for s in segments])
-            replays[str(bucket)] += 1
-            padding += bucket.num_tokens - sum(s.end - s.start for s in segments)
-            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            for segment, token in zip(segments, next_tokens, strict=True):
-                chosen[items[segment.item].request.request_id] = token
-        failed |= _refused(items, pool.check)
-        return PrefillResult(
-            batch_id=batch.batch_id,
+        largest = runner.ladder.buckets[0]
+        plan = plan_passes(
+            [len(ids) for ids in tokens], max_tokens=largest.num_tokens, max_slots=largest.num_slots
+        )
+        passes = [
+            (segments, runner.submit([_slot(items[s.item], tokens[s.item], s) for s in segments]))
+            for segments in plan
+        ]
+        return SubmittedPrefill(
             worker=self.name,
-            outcomes=tuple(_outcome(item, chosen, failed) for item in batch.items),
-            num_tokens=sum(len(ids) for ids in tokens),
+            batch=batch,
+            items=items,
+            failed=failed,
+            passes=passes,
+            pool=pool,
+            eager_reason=runner.eager_reason,
+            started=started,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedPrefill:
+    """A batch under way."""
+
+    worker: str
+    batch: PrefillBatch
+    items: Sequence[PrefillItem]
+    """Those of the batch that are computed."""
+    failed: Mapping[str, StaleLeaseError]
+    """Why the others are not, by request id."""
+    passes: Sequence[tuple[Sequence[Segment], Ticket]]
+    pool: KVPool
+    eager_reason: str | None
+    started: float
+
+    def result(self) -> PrefillResult:
+        """Wait for the batch and return what became of its items."""
+        chosen: dict[str, int] = {}
+        buckets: Counter[str] = Counter()
+        num_tokens = padding = 0
+        for segments, ticket in self.passes:
+            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
+            for segment, token in zip(segments, ticket.result(), strict=True):
+                chosen[self.items[segment.item].request.request_id] = token
+            pass_tokens = sum(segment.end - segment.start for segment in segments)
+            buckets[str(ticket.bucket)] += 1
+            num_tokens += pass_tokens
+            padding += ticket.bucket.num_tokens - pass_tokens
+        failed = {**self.failed, **_refused(self.items, self.pool.check)}
+        return PrefillResult(
+            batch_id=self.batch.batch_id,
+            worker=self.worker,
+            outcomes=tuple(_outcome(item, chosen, failed) for item in self.batch.items),
+            num_tokens=num_tokens,
             padding_tokens=padding,
-            replays=dict(replays),
-            seconds=time.perf_counter() - started,
+            replays={} if self.eager_reason else dict(buckets),
+            eager_steps={self.eager_reason: len(self.passes)} if self.eager_reason else {},
+            seconds=time.perf_counter() - self.started,
         )
 
 

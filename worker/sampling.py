@@ -6,9 +6,11 @@ not depend on the batch, the slot or the worker: a request computed again choose
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 
-from graphs.layout import BatchInputs
+from graphs.layout import BatchInputs, SlotInput
 
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -16,21 +18,39 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def choose_tokens(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
-    """Return the chosen token of each slot, ``[S]`` int64, from `logits`, ``[S, vocab]`` of any float type.
+def needed_choice(slots: Sequence[SlotInput]) -> str:
+    """Return which of `CHOICES` a batch needs: the cheapest that does what its settings ask."""
+    sampled = [slot for slot in slots if slot.temperature > 0]
+    if any(slot.top_k > 0 or slot.top_p < 1 for slot in sampled):
+        return "filtered"
+    return "sampled" if sampled else "greedy"
 
-    Temperature 0 is greedy; otherwise top-k, then top-p, as in transformers, then one draw.
-    """
+
+def choose_greedy(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Return the best token of each slot, ``[S]`` int64, from `logits`, ``[S, vocab]`` of any float type."""
+    return _ban(logits.float(), inputs.banned_ids).argmax(dim=-1)
+
+
+def choose_sampled(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Like `choose_greedy` where the temperature is 0; draws from the whole vocabulary elsewhere."""
     logits = _ban(logits.float(), inputs.banned_ids)
-    greedy = logits.argmax(dim=-1)
-    sampled = inputs.temperature > 0
-    if not bool(sampled.any()):
-        return greedy
-    temperature = torch.where(sampled, inputs.temperature, 1.0).unsqueeze(1)
-    probs = torch.softmax(_filter(logits / temperature, inputs.top_k, inputs.top_p), dim=-1)
-    # Exponential race: argmax(p / e) with e ~ Exp(1) draws from p, and needs no sum over the vocabulary.
-    drawn = (probs / _exponential(inputs.seed, inputs.output_index, logits.shape[1])).argmax(dim=-1)
-    return torch.where(sampled, drawn, greedy)
+    return torch.where(inputs.temperature > 0, _draw(_heat(logits, inputs), inputs), logits.argmax(dim=-1))
+
+
+def choose_filtered(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Like `choose_sampled`, but draws from each slot's top-k, then top-p, as transformers does."""
+    logits = _ban(logits.float(), inputs.banned_ids)
+    filtered = _filter(_heat(logits, inputs), inputs.top_k, inputs.top_p)
+    return torch.where(inputs.temperature > 0, _draw(filtered, inputs), logits.argmax(dim=-1))
+
+
+CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
+    "greedy": choose_greedy,
+    "sampled": choose_sampled,
+    "filtered": choose_filtered,
+}
+"""Ways to choose tokens, the cheapest first. None of them waits for the device or has a shape that depends on
+values, so each can be captured."""
 
 
 def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
@@ -42,10 +62,20 @@ def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
     return padded.scatter(1, index, float("-inf"))[:, :vocab_size]
 
 
+def _heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Return logits divided by each slot's temperature; greedy slots as they are."""
+    return logits / torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(1)
+
+
+def _draw(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Draw a token of each slot, ``[S]``, from the softmax of its logits."""
+    # Exponential race: argmax(p / e) with e ~ Exp(1) draws from p, and needs no sum over the vocabulary.
+    race = torch.softmax(logits, dim=-1) / _exponential(inputs.seed, inputs.output_index, logits.shape[1])
+    return race.argmax(dim=-1)
+
+
 def _filter(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Return logits with everything outside each slot's top-k and top-p at minus infinity."""
-    if not bool(((top_k > 0) | (top_p < 1)).any()):
-        return logits
     vocab_size = logits.shape[1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=logits.device).unsqueeze(0)

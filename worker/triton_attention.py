@@ -203,7 +203,10 @@ def _kernel(
     )  # fmt: skip
 
     queries = tl.load(
-        query + row_tokens.to(tl.int64)[:, None] * query_stride_t + row_heads[:, None] * query_stride_h + dims[None, :],
+        query
+        + row_tokens.to(tl.int64)[:, None] * query_stride_t
+        + row_heads[:, None] * query_stride_h
+        + dims[None, :],
         mask=out_mask,
         other=0.0,
     )
@@ -224,10 +227,14 @@ def _kernel(
         page = tl.load(pages + key_positions // PAGE_SIZE, mask=key_mask, other=0).to(tl.int64)
         offsets = (page * PAGE_SIZE + key_positions % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
         block_k = tl.load(
-            pool_keys + offsets[None, :] + dims[:, None], mask=key_mask[None, :] & dim_mask[:, None], other=0.0
+            pool_keys + offsets[None, :] + dims[:, None],
+            mask=key_mask[None, :] & dim_mask[:, None],
+            other=0.0,
         )
         block_v = tl.load(
-            pool_values + offsets[:, None] + dims[None, :], mask=key_mask[:, None] & dim_mask[None, :], other=0.0
+            pool_values + offsets[:, None] + dims[None, :],
+            mask=key_mask[:, None] & dim_mask[None, :],
+            other=0.0,
         )
         acc, total, top = _attend(
             queries, block_k, block_v, acc, total, top, positions, key_positions, cached,
@@ -243,7 +250,9 @@ def _kernel(
         unmasked_end = (first - start + 1) // BLOCK_KEYS * BLOCK_KEYS
     for begin in range(own_first, unmasked_end, BLOCK_KEYS):
         offsets = (begin + block_keys).to(tl.int64)
-        block_k = tl.load(own_keys + offsets[None, :] * key_stride_t + dims[:, None], mask=dim_mask[:, None], other=0.0)
+        block_k = tl.load(
+            own_keys + offsets[None, :] * key_stride_t + dims[:, None], mask=dim_mask[:, None], other=0.0
+        )
         block_v = tl.load(
             own_values + offsets[:, None] * value_stride_t + dims[None, :], mask=dim_mask[None, :], other=0.0
         )

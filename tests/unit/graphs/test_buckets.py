@@ -68,3 +68,10 @@ def test_step_ladder_takes_one_token_of_each_sequence_only() -> None:
     with pytest.raises(ValueError, match="at most 8"):
         StepLadder(8).fit(9, 9)
     assert StepLadder(8).fit(3, 3) == Bucket(4, 4)
+
+
+def test_a_ladder_without_its_larger_buckets() -> None:
+    smaller = BucketLadder([8, 16, 32], [2, 4]).below(32)
+    assert smaller is not None
+    assert [str(bucket) for bucket in smaller.buckets] == ["16x4", "16x2", "8x4", "8x2"]
+    assert smaller.below(8) is None

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,10 +26,20 @@ def packed(layout: BatchLayout, *slots: SlotInput) -> BatchInputs:
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 512))
 def test_buffer_holds_its_fields_exactly(num_tokens: int, num_slots: int, pages: int) -> None:
     layout = layout_of(num_tokens, num_slots, pages)
-    assert layout.num_words == sum(int(np.prod(shape)) for shape in layout.fields.values())
-    assert layout.num_words == num_tokens + num_slots * (pages + MAX_BANNED_IDS + 8) + 1
+    end = 0
+    for field in layout.fields.values():
+        # Nothing between two fields but what brings the next one to 16 bytes.
+        assert field.offset % 4 == 0
+        assert end <= field.offset < end + 4
+        end = field.end
+    assert end <= layout.num_words < end + 4
     assert layout.size_bytes == 4 * layout.num_words
     assert HostBatch(layout).tensor.numel() == layout.num_words
+
+
+def test_buffer_size_is_the_documented_formula() -> None:
+    # 2 S -> 16, T -> 520, S + 1 -> 12, five times S -> 8, S P -> 8 * 9, S B -> 8 * 16
+    assert layout_of(517, 8, pages_per_slot=9).num_words == 16 + 520 + 12 + 5 * 8 + 72 + 128
 
 
 def test_every_field_is_read_as_it_was_written() -> None:

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from graphs.buckets import Bucket
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
-from worker.sampling import choose_tokens
+from worker.sampling import CHOICES, needed_choice
 
 VOCAB_SIZE = 50
 GREEDY = SlotInput(token_ids=(0,), num_cached=0, page_ids=(1,))
@@ -20,6 +20,11 @@ def inputs_of(slots: list[SlotInput], num_slots: int | None = None) -> BatchInpu
     host = HostBatch(layout)
     host.pack(slots)
     return BatchInputs.of(layout, host.tensor)
+
+
+def choose(logits: torch.Tensor, slots: list[SlotInput], num_slots: int | None = None) -> torch.Tensor:
+    """Choose as a batch of these slots does."""
+    return CHOICES[needed_choice(slots)](logits, inputs_of(slots, num_slots))
 
 
 def random_logits(num_rows: int) -> torch.Tensor:
@@ -47,7 +52,7 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers_own_warpers(
         replace(GREEDY, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         for seed in range(num_draws)
     ]
-    tokens = choose_tokens(logits.expand(num_draws, -1), inputs_of(slots))
+    tokens = choose(logits.expand(num_draws, -1), slots)
 
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
@@ -78,20 +83,20 @@ def mixed_slots() -> list[SlotInput]:
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch() -> None:
     slots = mixed_slots()
     logits = random_logits(len(slots))
-    together = choose_tokens(logits, inputs_of(slots))
+    together = choose(logits, slots)
     order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(2)).tolist()
-    shuffled = choose_tokens(logits[order], inputs_of([slots[i] for i in order]))
+    shuffled = choose(logits[order], [slots[i] for i in order])
     assert shuffled.tolist() == together[order].tolist()
     for i, slot in enumerate(slots):
         padded = torch.full((4, VOCAB_SIZE), float("nan"))
         padded[0] = logits[i]
-        assert choose_tokens(padded, inputs_of([slot], num_slots=4))[0] == together[i]
+        assert choose(padded, [slot], num_slots=4)[0] == together[i]
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
     logits = random_logits(2)
     slots = [replace(GREEDY, top_k=3, top_p=0.1, seed=5), replace(GREEDY, temperature=1.0)]
-    assert choose_tokens(logits, inputs_of(slots))[0] == logits[0].argmax()
+    assert choose(logits, slots)[0] == logits[0].argmax()
 
 
 def test_the_draw_follows_seed_and_output_index() -> None:
@@ -103,7 +108,7 @@ def test_the_draw_follows_seed_and_output_index() -> None:
             replace(GREEDY, temperature=1.0, **{"seed": i, "output_index": i, **settings})
             for i in range(num_draws)
         ]
-        return choose_tokens(logits, inputs_of(slots)).tolist()
+        return choose(logits, slots).tolist()
 
     assert draw() == draw()
     # One seed, many places in the output; one place, many seeds: both give many different tokens.
@@ -117,11 +122,11 @@ def test_banned_tokens_are_never_chosen(temperature: float) -> None:
     logits = random_logits(1).expand(200, -1)
     best = logits[0].topk(3).indices.tolist()
     slots = [replace(GREEDY, temperature=temperature, seed=i, banned_ids=best) for i in range(200)]
-    chosen = set(choose_tokens(logits, inputs_of(slots)).tolist())
+    chosen = set(choose(logits, slots).tolist())
     assert not chosen & set(best)
 
 
 def test_top_p_zero_keeps_the_most_probable_token() -> None:
     logits = random_logits(50)
     slots = [replace(GREEDY, temperature=1.0, top_p=0.0, seed=i) for i in range(50)]
-    assert torch.equal(choose_tokens(logits, inputs_of(slots)), logits.argmax(dim=-1))
+    assert torch.equal(choose(logits, slots), logits.argmax(dim=-1))

@@ -65,6 +65,7 @@ class Engines:
         self.prefill = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, capture_slots))
         self.prefill.attach(handle)
         self.decode = DecodeEngine(model, self.pool, max_num_seqs=4)
+        self.decode.prepare()
         self._free = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()
         self._epoch = 0
 
