@@ -127,6 +127,7 @@ class HostBatch:
         self.layout = layout
         self.tensor = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=pinned)
         self._words = words = self.tensor.numpy()
+        self._bytes = words.data.cast("B")
         fields = layout.fields
         self._fields = {
             name: words[field.offset : field.end].reshape(field.shape) for name, field in fields.items()
@@ -151,7 +152,7 @@ class HostBatch:
         self._words.fill(0)
         # Of the ways to write many Python integers, struct is the fastest by far.
         token_ids = chain.from_iterable(slot.token_ids for slot in slots)
-        struct.pack_into(f"{num_tokens}i", self._words, self._token_bytes, *token_ids)
+        struct.pack_into(f"{num_tokens}i", self._bytes, self._token_bytes, *token_ids)
         fields["query_starts"][1 : count + 1] = ends
         fields["query_starts"][count + 1 :] = num_tokens
         fields["num_cached"][:count] = [slot.num_cached for slot in slots]

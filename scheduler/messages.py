@@ -207,8 +207,15 @@ class WorkerConfig:
     max_num_seqs: int
     kv_memory_bytes: int | None
     """Size of the KV pool; None lets the decode worker choose."""
-    capture_tokens: tuple[int, ...]
+    capture_tokens: tuple[int, ...] | None
+    """Token buckets of prefill; None lets the prefill worker choose, up to `max_capture_tokens`."""
+    max_capture_tokens: int | None
+    """Tokens of the largest bucket, if `capture_tokens` does not say; None: what the device is good for."""
     capture_slots: tuple[int, ...]
+    use_graphs: bool
+    """False computes every pass without a graph, also on a device that has them."""
+    compile_cache_folder: str
+    """Where compiled code is kept from one start to the next."""
     num_threads: int
     """CPU threads of torch."""
 

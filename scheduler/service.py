@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 
-from graphs.buckets import default_token_ladder
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
@@ -30,9 +29,8 @@ from scheduler.messages import (
     PrefillWorkerInfo,
     WorkerConfig,
 )
-from scheduler.models import ModelFolder, resolve_model
+from scheduler.models import ModelFolder, cache_folder, resolve_model
 
-_CPU_MAX_CAPTURE_TOKENS = 512
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: tokens travel in messages, KV in the workers' own memory."""
 
@@ -195,7 +193,6 @@ def _create_workers(
 
 def _worker_config(config: ServeConfig, folder: ModelFolder, name: str) -> WorkerConfig:
     graphs = config.graph_config
-    max_tokens = config.max_capture_tokens or _CPU_MAX_CAPTURE_TOKENS
     return WorkerConfig(
         name=name,
         model_name=folder.name,
@@ -206,8 +203,11 @@ def _worker_config(config: ServeConfig, folder: ModelFolder, name: str) -> Worke
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_memory_bytes=config.kv_memory,
-        capture_tokens=graphs.capture_tokens or default_token_ladder(max_tokens),
+        capture_tokens=graphs.capture_tokens,
+        max_capture_tokens=config.max_capture_tokens,
         capture_slots=graphs.capture_slots or (config.max_batch_requests,),
+        use_graphs=graphs.use_cudagraph,
+        compile_cache_folder=str(cache_folder() / "compiled"),
         num_threads=os.cpu_count() or 1,
     )
 

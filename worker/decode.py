@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
-from scheduler.errors import StaleLeaseError
 from scheduler.messages import DecodeStart, Lease, Request, SequenceRef, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
@@ -82,9 +81,8 @@ class DecodeEngine:
             self._cancelled_early.remove(sequence.ref)
             self._released.append(sequence.ref)
             return
-        try:
-            self._pool.check(start.lease.page_ids, start.lease.epoch)
-        except StaleLeaseError as error:
+        error = self._pool.check([start.lease]).get(0)
+        if error is not None:
             event = TokenEvent(
                 request_id=request.request_id,
                 index=sequence.num_outputs,

@@ -22,7 +22,7 @@ from scheduler.messages import (
 
 if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
-    from worker.sequences import EventSender
+    from worker.events import EventSender
 
 
 class DecodeWorker:
@@ -44,8 +44,8 @@ class DecodeWorker:
         """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason."""
         from worker import startup
         from worker.decode import DecodeEngine
+        from worker.events import EventSender
         from worker.kv_pool import KVPool
-        from worker.sequences import EventSender
 
         config, started = self._config, time.perf_counter()
         model = startup.load(config)

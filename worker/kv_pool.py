@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from scheduler.errors import ConfigError, StaleLeaseError
-from scheduler.messages import PoolHandle
+from scheduler.messages import Lease, PoolHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +148,42 @@ class KVPool:
         """Return the elements of `memory` at which the keys and the values of a layer begin."""
         return self._offsets[index]
 
-    def claim(self, page_ids: Sequence[int], epoch: int) -> None:
-        """Mark pages as written under `epoch`. Raises `StaleLeaseError` if one has a newer epoch already."""
-        pages = np.asarray(page_ids)
-        newest = int(self._epochs[pages].max(initial=0))
-        if newest > epoch:
-            raise StaleLeaseError(f"pages are leased under epoch {newest}, refused epoch {epoch}")
-        self._epochs[pages] = epoch
+    def claim(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
+        """Mark the pages of leases as written under their epochs.
 
-    def check(self, page_ids: Sequence[int], epoch: int) -> None:
-        """Raise `StaleLeaseError` unless every page was last claimed under exactly `epoch`."""
-        if not (self._epochs[np.asarray(page_ids)] == epoch).all():
-            raise StaleLeaseError(f"pages are no longer, or not yet, under epoch {epoch}")
+        Returns the errors of the leases that are refused, by place: of those a page has a newer epoch already.
+        """
+        pages, epochs = _flatten(leases)
+        newest = self._epochs[pages]
+        if (newest <= epochs).all():  # nearly always
+            self._epochs[pages] = epochs
+            return {}
+        refused: dict[int, StaleLeaseError] = {}
+        for i, lease in enumerate(leases):
+            own = np.asarray(lease.page_ids)
+            newest_epoch = int(self._epochs[own].max(initial=0))
+            if newest_epoch > lease.epoch:
+                refused[i] = StaleLeaseError(
+                    f"pages are leased under epoch {newest_epoch}, refused epoch {lease.epoch}"
+                )
+            else:
+                self._epochs[own] = lease.epoch
+        return refused
+
+    def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
+        """Return the errors of leases, by place, of which a page was not last claimed under exactly their epoch."""
+        pages, epochs = _flatten(leases)
+        if (self._epochs[pages] == epochs).all():
+            return {}
+        return {
+            i: StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
+            for i, lease in enumerate(leases)
+            if not (self._epochs[np.asarray(lease.page_ids)] == lease.epoch).all()
+        }
+
+
+def _flatten(leases: Sequence[Lease]) -> tuple[np.ndarray, np.ndarray]:
+    """Return all pages of the leases, and the epoch of each."""
+    pages = np.array([page for lease in leases for page in lease.page_ids], dtype=np.int64)
+    epochs = np.array([lease.epoch for lease in leases], dtype=np.int64)
+    return pages, epochs.repeat([len(lease.page_ids) for lease in leases])

@@ -21,8 +21,8 @@ def merge_projections(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         for names in _SIBLINGS:
-            layers = [getattr(module, name, None) for name in names]
-            if _can_merge(layers):
+            layers = _mergeable(module, names)
+            if layers:
                 merged = MergedLinear(layers)
                 for index, name in enumerate(names):
                     setattr(module, name, MergedPart(merged, index))
@@ -30,12 +30,12 @@ def merge_projections(model: nn.Module) -> int:
     return count
 
 
-def _can_merge(layers: Sequence[object]) -> bool:
+def _mergeable(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    """Return the module's layers of these names if they can be merged, else nothing."""
     # Exactly `nn.Linear`: a subclass may compute something else.
-    linears = [layer for layer in layers if type(layer) is nn.Linear]
-    return len(linears) == len(layers) and (
-        len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in linears}) == 1
-    )
+    layers = [layer for name in names if type(layer := getattr(module, name, None)) is nn.Linear]
+    kinds = {(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}
+    return layers if len(layers) == len(names) and len(kinds) == 1 else []
 
 
 class MergedLinear(nn.Module):
@@ -44,9 +44,9 @@ class MergedLinear(nn.Module):
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._sizes = [layer.out_features for layer in layers]
-        weights = torch.cat([layer.weight for layer in layers])
+        weights = torch.cat([layer.weight.data for layer in layers])
         self.weight = nn.Parameter(weights, requires_grad=False)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases = [layer.bias.data for layer in layers if layer.bias is not None]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self._input: torch.Tensor | None = None
         self._outputs: list[torch.Tensor | None] = []

@@ -16,8 +16,9 @@ from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
+from worker.compiled import compile_forward
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
-from worker.merge import merge_projections
+from worker.merge import MergedLinear, merge_projections
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
@@ -45,7 +46,7 @@ class Model:
 
     def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
         self._model = model
-        self._compiled = torch.compile(self.logits, fullgraph=True)
+        self._compiled = compile_forward(self.logits)
         self.kv_spec = kv_spec
         self.info = info
 
@@ -53,6 +54,28 @@ class Model:
     def weights_bytes(self) -> int:
         """Bytes of all parameters and buffers."""
         return int(self._model.get_memory_footprint())
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embeddings of all tokens, ``[vocab, hidden]``."""
+        weight: torch.Tensor = self._model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight
+
+    def matrices(self) -> list[tuple[torch.Tensor, bool]]:
+        """Return the weights of all linear layers, ``[out, in]``, and whether each is the LM head."""
+        head = self._model.get_output_embeddings()
+        return [
+            (module.weight, module is head)
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.Linear | MergedLinear)
+        ]
+
+    @property
+    def activation_bytes(self) -> int:
+        """About how many bytes a forward pass needs per token position, besides weights and KV."""
+        text = self._model.config.get_text_config()
+        widest = max((int(weight.shape[0]) for weight, is_head in self.matrices() if not is_head), default=0)
+        return int(self.kv_spec.dtype.itemsize * (2 * widest + 8 * text.hidden_size))
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +138,17 @@ def load_model(source: ModelSource) -> Model:
     loaded = Model(model, kv_spec, info)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
+
+
+def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:
+    """Load the same weights as `load_model` into transformers' own model, with its attention of this name.
+
+    Nothing is merged or compiled: benchmarks and tests compare with it.
+    """
+    config = _read_config(source)
+    model = _load(source, config, _choose_dtype(source, config))
+    model.set_attn_implementation(attention)
+    return model
 
 
 def _read_config(source: ModelSource) -> PreTrainedConfig:

@@ -12,6 +12,7 @@ from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation, Ticket
 from graphs.runner import BucketReport, GraphRunner
 from scheduler.messages import Request
+from worker.compiled import compile_choice
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.sampling import CHOICES, needed_choice
@@ -74,7 +75,7 @@ class ModelRunner:
             Computation(
                 forward=forward,
                 finishes={
-                    name: torch.compile(choose) if captured else choose for name, choose in CHOICES.items()
+                    name: compile_choice(choose) if captured else choose for name, choose in CHOICES.items()
                 },
                 choose_finish=needed_choice,
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.buckets import BucketLadder
@@ -12,7 +12,7 @@ from graphs.layout import SlotInput
 from graphs.programs import Ticket
 from graphs.runner import BucketReport
 from scheduler.errors import StaleLeaseError
-from scheduler.messages import PoolHandle, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult
+from scheduler.messages import PoolHandle, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult, Request
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner, slot_input
@@ -87,9 +87,9 @@ class PrefillEngine:
         """Start a batch. On a GPU this returns before it is computed, so that the next one can be prepared."""
         started = time.perf_counter()
         pool, runner = self._pools[batch.decode_worker], self._runners[batch.decode_worker]
-        failed = _refused(batch.items, pool.claim)
-        items = [item for item in batch.items if item.request.request_id not in failed]
-        tokens = [(*item.request.prompt_token_ids, *item.request.output_token_ids) for item in items]
+        refused = pool.claim([item.lease for item in batch.items])
+        items = [item for i, item in enumerate(batch.items) if i not in refused]
+        tokens = [_tokens(item.request) for item in items]
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
             [len(ids) for ids in tokens], max_tokens=largest.num_tokens, max_slots=largest.num_slots
@@ -102,7 +102,7 @@ class PrefillEngine:
             worker=self.name,
             batch=batch,
             items=items,
-            failed=failed,
+            refused={batch.items[i].request.request_id: error for i, error in refused.items()},
             passes=passes,
             pool=pool,
             eager_reason=runner.eager_reason,
@@ -118,7 +118,7 @@ class SubmittedPrefill:
     batch: PrefillBatch
     items: Sequence[PrefillItem]
     """Those of the batch that are computed."""
-    failed: Mapping[str, StaleLeaseError]
+    refused: Mapping[str, StaleLeaseError]
     """Why the others are not, by request id."""
     passes: Sequence[tuple[Sequence[Segment], Ticket]]
     pool: KVPool
@@ -138,7 +138,8 @@ class SubmittedPrefill:
             buckets[str(ticket.bucket)] += 1
             num_tokens += pass_tokens
             padding += ticket.bucket.num_tokens - pass_tokens
-        failed = {**self.failed, **_refused(self.items, self.pool.check)}
+        late = self.pool.check([item.lease for item in self.items])
+        failed = {**self.refused, **{self.items[i].request.request_id: error for i, error in late.items()}}
         return PrefillResult(
             batch_id=self.batch.batch_id,
             worker=self.worker,
@@ -151,17 +152,11 @@ class SubmittedPrefill:
         )
 
 
-def _refused(
-    items: Sequence[PrefillItem], touch: Callable[[Sequence[int], int], None]
-) -> dict[str, StaleLeaseError]:
-    """Call `touch` with the pages and epoch of each item; return the errors of those refused, by request id."""
-    refused: dict[str, StaleLeaseError] = {}
-    for item in items:
-        try:
-            touch(item.lease.page_ids, item.lease.epoch)
-        except StaleLeaseError as error:
-            refused[item.request.request_id] = error
-    return refused
+def _tokens(request: Request) -> Sequence[int]:
+    """Return all tokens of which a request needs the KV."""
+    if not request.output_token_ids:
+        return request.prompt_token_ids
+    return (*request.prompt_token_ids, *request.output_token_ids)
 
 
 def _slot(item: PrefillItem, token_ids: Sequence[int], segment: Segment) -> SlotInput:

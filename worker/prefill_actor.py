@@ -15,8 +15,8 @@ from scheduler.messages import (
 )
 
 if TYPE_CHECKING:
+    from worker.events import EventSender
     from worker.prefill import PrefillEngine
-    from worker.sequences import EventSender
 
 
 class PrefillWorker:
@@ -35,28 +35,30 @@ class PrefillWorker:
 
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
         """Load the model, open the decode workers' pools and warm up. Raises `ConfigError` with the reason."""
-        from graphs.buckets import BucketLadder
         from worker import startup
+        from worker.events import EventSender
         from worker.prefill import PrefillEngine
-        from worker.sequences import EventSender
 
         config, started = self._config, time.perf_counter()
         model = startup.load(config)
         loaded = time.perf_counter()
-        ladder = BucketLadder(config.capture_tokens, config.capture_slots)
+        ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
-        self._engine = PrefillEngine(config.name, model, ladder)
+        self._engine = PrefillEngine(config.name, model, ladder, use_graphs=config.use_graphs)
         bucket_seconds: dict[str, float] = {}
         for pool in pools:
-            bucket_seconds.update(self._engine.attach(pool))
+            reports = self._engine.attach(pool)
+            if model.device.type == "cuda":
+                startup.log_buckets(config.name, reports)
+            bucket_seconds = {str(report.bucket): report.batch_seconds for report in reports}
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
-            buckets=tuple(str(bucket) for bucket in ladder.buckets),
+            buckets=tuple(bucket_seconds),
             graph_bytes=self._engine.buffer_bytes,
-            uses_cuda_graphs=False,
+            uses_cuda_graphs=model.device.type == "cuda" and config.use_graphs,
             bucket_seconds=bucket_seconds,
-            device="cpu",
+            device=model.device.type,
             load_seconds=loaded - started,
             warmup_seconds=time.perf_counter() - loaded,
         )

@@ -28,20 +28,20 @@ def needed_choice(slots: Sequence[SlotInput]) -> str:
 
 def choose_greedy(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Return the best token of each slot, ``[S]`` int64, from `logits`, ``[S, vocab]`` of any float type."""
-    return _ban(logits.float(), inputs.banned_ids).argmax(dim=-1)
+    return _best(_ban(logits.float(), inputs.banned_ids))
 
 
 def choose_sampled(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_greedy` where the temperature is 0; draws from the whole vocabulary elsewhere."""
     logits = _ban(logits.float(), inputs.banned_ids)
-    return torch.where(inputs.temperature > 0, _draw(_heat(logits, inputs), inputs), logits.argmax(dim=-1))
+    return torch.where(inputs.temperature > 0, _draw(_heat(logits, inputs), inputs), _best(logits))
 
 
 def choose_filtered(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_sampled`, but draws from each slot's top-k, then top-p, as transformers does."""
     logits = _ban(logits.float(), inputs.banned_ids)
     filtered = _filter(_heat(logits, inputs), inputs.top_k, inputs.top_p)
-    return torch.where(inputs.temperature > 0, _draw(filtered, inputs), logits.argmax(dim=-1))
+    return torch.where(inputs.temperature > 0, _draw(filtered, inputs), _best(logits))
 
 
 CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
@@ -53,13 +53,25 @@ CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
 values, so each can be captured."""
 
 
+def _best(scores: torch.Tensor) -> torch.Tensor:
+    """Return the place of the largest score of each row of ``[S, vocab]``, the first of equals; ``[S]`` int64.
+
+    In two steps, because a compiled argmax gives a whole row to one multiprocessor.
+    """
+    num_slots, vocab_size = scores.shape
+    num_parts = next(parts for parts in (64, 32, 16, 8, 4, 2, 1) if vocab_size % parts == 0)
+    best, place = scores.view(num_slots, num_parts, -1).max(dim=-1)
+    part = best.argmax(dim=-1, keepdim=True)
+    return (part * (vocab_size // num_parts) + place.gather(1, part)).squeeze(1)
+
+
 def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
     """Return logits with each slot's banned tokens at minus infinity; id -1 bans nothing."""
     vocab_size = logits.shape[1]
     # A spare column takes the writes of id -1, so that the shape never depends on how many are banned.
     padded = torch.nn.functional.pad(logits, (0, 1))
     index = torch.where(banned_ids >= 0, banned_ids, vocab_size).long()
-    return padded.scatter(1, index, float("-inf"))[:, :vocab_size]
+    return padded.scatter(1, index, float("-inf"))[:, :vocab_size].contiguous()
 
 
 def _heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
@@ -69,9 +81,8 @@ def _heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Draw a token of each slot, ``[S]``, from the softmax of its logits."""
-    # Exponential race: argmax(p / e) with e ~ Exp(1) draws from p, and needs no sum over the vocabulary.
-    race = torch.softmax(logits, dim=-1) / _exponential(inputs.seed, inputs.output_index, logits.shape[1])
-    return race.argmax(dim=-1)
+    # Gumbel-max: the largest of logit + Gumbel noise is a draw from the softmax, and needs no sum over the vocabulary.
+    return _best(logits + _gumbel(inputs.seed, inputs.output_index, logits.shape[1]))
 
 
 def _filter(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -89,13 +100,13 @@ def _filter(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> t
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def _exponential(seed: torch.Tensor, output_index: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return Exp(1) numbers ``[S, vocab]``, float32, the same for the same (seed, output index, token id)."""
+def _gumbel(seed: torch.Tensor, output_index: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return Gumbel noise ``[S, vocab]``, float32, the same for the same (seed, output index, token id)."""
     stream = _mix(seed + (output_index.long() + 1) * _GAMMA).unsqueeze(1)
     token = torch.arange(1, vocab_size + 1, device=seed.device).unsqueeze(0)
     bits = (_mix(stream + token * _GAMMA) >> 40) & 0xFFFFFF
     uniform = (bits.float() + 0.5) * 2.0**-24
-    return -torch.log(uniform)
+    return -torch.log(-torch.log(uniform))
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:

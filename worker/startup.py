@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from graphs.buckets import BucketLadder, default_token_ladder
+from graphs.runner import BucketReport
 from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from worker.model import Model, ModelSource, load_model
 
+_LOG = logging.getLogger(__name__)
 CPU_PAGE_SIZE = 32
 """Tokens per KV page on the CPU: small pages waste little of a small memory."""
+CUDA_PAGE_SIZE = 256
+"""Tokens per KV page on a GPU: the size that torch's paged attention takes."""
+_MAX_CAPTURE_TOKENS = {"cpu": 512, "cuda": 8192}
+_LEAST_CUDA_CAPTURE_TOKENS = 512
 
 
 def load(config: WorkerConfig) -> Model:
@@ -24,6 +33,8 @@ def load(config: WorkerConfig) -> Model:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(config.num_threads)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
     return load_model(
         ModelSource(
             name=config.model_name,
@@ -39,11 +50,40 @@ def load(config: WorkerConfig) -> Model:
 def choose_device(device: str) -> str:
     """Return ``cpu`` or ``cuda`` for a configured device.
 
-    Raises `ConfigError` for CUDA: its graphs are not captured yet, and it must not run eagerly in silence.
+    Raises `ConfigError` for CUDA: prefill runs there, but its pages cannot be handed to a decode worker yet.
     """
     if device == "cuda":
-        raise ConfigError("device cuda is not supported yet: this version runs on the CPU")
+        raise ConfigError("device cuda is not supported yet: this version serves from the CPU")
     return "cpu"
+
+
+def choose_ladder(model: Model, config: WorkerConfig) -> BucketLadder:
+    """Return the prefill buckets: the configured ones, or a ladder that suits the device and its free memory."""
+    if config.capture_tokens is not None:
+        return BucketLadder(config.capture_tokens, config.capture_slots)
+    max_tokens = config.max_capture_tokens
+    if max_tokens is None:
+        device = model.device.type
+        # One pass never holds more than a whole context in every slot.
+        max_tokens = min(_MAX_CAPTURE_TOKENS[device], max(config.capture_slots) * model.info.max_model_len)
+        if device == "cuda":
+            free, _ = torch.cuda.mem_get_info(model.device)
+            while max_tokens > _LEAST_CUDA_CAPTURE_TOKENS and max_tokens * model.activation_bytes > free // 2:
+                max_tokens //= 2
+    return BucketLadder(default_token_ladder(max_tokens), config.capture_slots)
+
+
+def log_buckets(name: str, reports: Sequence[BucketReport]) -> None:
+    """Log what each bucket took."""
+    for report in reports:
+        _LOG.info(
+            "%s: bucket %s ready in %.2f s, %.1f MiB, %.2f ms a full batch",
+            name,
+            report.bucket,
+            report.prepare_seconds,
+            report.size_bytes / 2**20,
+            report.batch_seconds * 1000,
+        )
 
 
 def choose_num_pages(model: Model, config: WorkerConfig) -> int:

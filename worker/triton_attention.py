@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2_E = 1.4426950408889634
+_ROWS = 64
+"""(token, query head) pairs of a block. With four warps and two stages this was the fastest tiling measured on an
+H200 from 16 to 1,024 tokens a sequence; larger ones gain from some 8,000 on."""
 
 
 @torch.library.custom_op("purefill::prefill_attention", mutates_args=("pool",))
@@ -44,7 +46,7 @@ def prefill_attention(
     num_kv_heads, num_slots = key.shape[1], num_cached.shape[0]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     group = num_heads // num_kv_heads
-    rows, block_keys, num_warps, num_stages = _tiling(head_dim, group, num_tokens, num_slots)
+    rows, block_keys = max(_ROWS, triton.next_power_of_2(group)), 64 if head_dim <= 128 else 32
     block_tokens = max(rows // group, 1)
     # A sequence's blocks begin anew, so there are up to S more than T / block_tokens; the last ones take the pads.
     grid = (num_tokens // block_tokens + num_slots + 1, num_kv_heads)
@@ -82,8 +84,8 @@ def prefill_attention(
         BLOCK_TOKENS=block_tokens,
         PADDED_BLOCK_TOKENS=triton.next_power_of_2(block_tokens),
         BLOCK_KEYS=block_keys,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        num_stages=2,
     )
     return out
 
@@ -105,20 +107,6 @@ def _(
     softcap: float,
 ) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-def _tiling(head_dim: int, group: int, num_tokens: int, num_slots: int) -> tuple[int, int, int, int]:
-    """Return rows and keys of a block, warps and pipeline stages.
-
-    Keys per block follow from `head_dim` alone, so that a sequence's sums run in the same order in every bucket.
-    """
-    block_keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-    # Few tokens per sequence leave most rows of a large block empty.
-    if num_tokens * group <= 64 * num_slots or head_dim > 128:
-        rows, num_warps = max(64, triton.next_power_of_2(group)), 4
-    else:
-        rows, num_warps = max(128, triton.next_power_of_2(group)), 8
-    return rows, block_keys, num_warps, 3 if head_dim <= 128 else 2
 
 
 @triton.jit
@@ -244,12 +232,9 @@ def _kernel(
     # Of the batch's own keys, those up to the block's first token are seen by all its rows: no mask.
     own_end = tl.minimum(first + BLOCK_TOKENS, end) - start
     own_first = tl.maximum(first_key - cached, 0)
-    if WINDOW > 0:
-        unmasked_end = own_first
-    else:
-        unmasked_end = (first - start + 1) // BLOCK_KEYS * BLOCK_KEYS
+    unmasked_end = own_first if WINDOW > 0 else (first - start + 1) // BLOCK_KEYS * BLOCK_KEYS
     for begin in range(own_first, unmasked_end, BLOCK_KEYS):
-        offsets = (begin + block_keys).to(tl.int64)
+        offsets = begin + block_keys
         block_k = tl.load(
             own_keys + offsets[None, :] * key_stride_t + dims[:, None], mask=dim_mask[:, None], other=0.0
         )
@@ -261,7 +246,7 @@ def _kernel(
             score_scale, softcap, WINDOW, HAS_SOFTCAP, False,
         )  # fmt: skip
     for begin in range(unmasked_end, own_end, BLOCK_KEYS):
-        offsets = (begin + block_keys).to(tl.int64)
+        offsets = begin + block_keys
         key_mask = begin + block_keys < own_end
         block_k = tl.load(
             own_keys + offsets[None, :] * key_stride_t + dims[:, None],

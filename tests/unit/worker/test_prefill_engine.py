@@ -82,7 +82,7 @@ def test_a_stale_lease_fails_alone(model: Model) -> None:
     expected = first_tokens(Engines(model), prompts)
     engines = Engines(model)
     items = [engines.item(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
-    engines.pool.claim(items[0].lease.page_ids, items[1].lease.epoch + 1)
+    assert not engines.pool.claim([replace(items[0].lease, epoch=items[1].lease.epoch + 1)])
     before = [part.clone() for part in engines.pool.layer(0)]
     stale, fresh = engines.run_prefill(items).outcomes
     assert (stale.token_id, stale.error_label) == (None, "stale_lease")

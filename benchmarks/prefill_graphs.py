@@ -1,0 +1,255 @@
+"""Prefill of pure batches: correctness of the graphs, then their time next to a GEMM floor and to other servers.
+
+    python benchmarks/prefill_graphs.py --models qwen3-8b qwen3-0.6b --peer vllm.json
+    python benchmarks/prefill_graphs.py --device cpu --folder PATH_OF_SMOLLM2 --peer vllm-cpu.json
+
+All weights are random unless --folder names a model. The times of vLLM come from `peer_vllm.py`, which runs in an
+environment of its own and writes the JSON that --peer names. The last thing printed is the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import prefill_checks
+import torch
+from shapes import NAMES, write_shape
+
+from graphs.buckets import BucketLadder, default_token_ladder
+from scheduler.messages import Lease, PrefillBatch, PrefillItem, Request, SamplingParams
+from worker.kv_pool import KVPool
+from worker.model import Model, ModelSource, load_model
+from worker.prefill import PrefillEngine
+
+MAX_SLOTS = 16
+POOL = "decode-0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A model with its engine, and pages for the largest batch."""
+
+    name: str
+    source: ModelSource
+    capture_tokens: Sequence[int]
+    model: Model
+    pool: KVPool
+    engine: PrefillEngine
+
+    def batch(
+        self, prompts: Sequence[Sequence[int]], *, temperature: float = 0.0, top_p: float = 1.0
+    ) -> PrefillBatch:
+        """Return a batch of these prompts, each with pages of its own."""
+        pages = iter(range(1, self.pool.num_pages))
+        sampling = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p, seed=1)
+        items = []
+        for i, prompt in enumerate(prompts):
+            page_ids = tuple(next(pages) for _ in range(-(-len(prompt) // self.pool.page_size)))
+            request = Request(
+                request_id=str(i), api_server="api-0", prompt_token_ids=tuple(prompt), sampling=sampling
+            )
+            items.append(
+                PrefillItem(request=request, lease=Lease(decode_worker=POOL, epoch=1, page_ids=page_ids))
+            )
+        return PrefillBatch(batch_id=1, decode_worker=POOL, items=tuple(items))
+
+    def random_prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
+        """Return prompts of these lengths."""
+        numbers = random.Random(seed)
+        vocab_size = self.model.info.vocab_size
+        return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tokens: Sequence[int]) -> Bench:
+    """Load the model and capture its graphs, saying what each took."""
+    started = time.perf_counter()
+    device = torch.device(args.device)
+    source = ModelSource(
+        name=name,
+        folder=folder,
+        dtype=args.dtype,
+        load_format="auto" if args.folder else "dummy",
+        device=args.device,
+        max_model_len=args.max_model_len,
+    )
+    model = load_model(source)
+    loaded = time.perf_counter()
+    page_size = 256 if device.type == "cuda" else 32
+    num_pages = 1 + MAX_SLOTS * -(-2 * max(capture_tokens) // page_size)
+    pool = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=device)
+    engine = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, args.slots))
+    reports = engine.attach_pool(POOL, pool)
+    for report in reports:
+        print(
+            f"  {report.bucket!s:>9}: {report.prepare_seconds:6.2f} s, {report.size_bytes / 2**20:8.1f} MiB, "
+            f"full batch {report.batch_seconds * 1e3:7.2f} ms"
+        )
+    print(
+        f"{name}: loaded in {loaded - started:.1f} s, {len(reports)} buckets in "
+        f"{time.perf_counter() - loaded:.1f} s, {engine.buffer_bytes / 2**20:.0f} MiB of graphs and buffers"
+    )
+    return Bench(
+        name=name, source=source, capture_tokens=sorted(capture_tokens), model=model, pool=pool, engine=engine
+    )
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of a call that ends with its result on the host."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        before = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - before)
+    return statistics.median(times) * 1e3
+
+
+def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> dict[str, float]:
+    """Return the median time of a batch, and of what the host does of it outside the replay."""
+    batch = bench.batch(bench.random_prompts([length] * num_prompts, seed=length))
+    total_ms = median_ms(lambda: bench.engine.run(batch), repeats)
+    host = []
+    for _ in range(repeats):
+        before = time.perf_counter()
+        submitted = bench.engine.submit(batch)
+        after = time.perf_counter()
+        _synchronize(bench.pool.device)
+        waited = time.perf_counter()
+        submitted.result()
+        host.append(after - before + time.perf_counter() - waited)
+    return {"ms": total_ms, "host_us": statistics.median(host) * 1e6}
+
+
+@torch.inference_mode()
+def gemm_floor_ms(bench: Bench, num_tokens: int, num_prompts: int, repeats: int) -> float:
+    """Return the time of the batch's matrix products alone: all layers' projections, and the LM head once a prompt."""
+    device = bench.pool.device
+    products = [
+        (
+            torch.randn(
+                num_prompts if is_head else num_tokens, weight.shape[1], dtype=weight.dtype, device=device
+            ),
+            weight,
+        )
+        for weight, is_head in bench.model.matrices()
+    ]
+
+    def run() -> None:
+        for inputs, weight in products:
+            torch.nn.functional.linear(inputs, weight)
+
+    if device.type == "cpu":
+        return median_ms(run, repeats)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return median_ms(replay, repeats)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_model(bench: Bench, args: argparse.Namespace, peer: dict[str, float]) -> list[dict[str, object]]:
+    """Measure every size; print a line each."""
+    rows: list[dict[str, object]] = []
+    for size in args.sizes:
+        num_prompts, length = map(int, size.split("x"))
+        row: dict[str, object] = {
+            "model": bench.name,
+            "size": size,
+            **measure_batch(bench, num_prompts, length, args.repeats),
+        }
+        row["floor_ms"] = gemm_floor_ms(bench, num_prompts * length, num_prompts, min(args.repeats, 20))
+        if size in peer:
+            row["peer_ms"] = peer[size]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, object]]) -> None:
+    """Print the figures and their ratios."""
+    print(
+        f"\n{'model':<14}{'prompts':>9}{'ms':>9}{'floor':>9}{'/floor':>8}{'peer':>9}{'/peer':>8}{'host us':>9}"
+    )
+    for row in rows:
+        ms, floor, peer = float(str(row["ms"])), float(str(row["floor_ms"])), row.get("peer_ms")
+        peer_text = f"{peer:9.2f}{ms / float(str(peer)):8.2f}" if peer else f"{'-':>9}{'-':>8}"
+        print(
+            f"{row['model']:<14}{row['size']:>9}{ms:9.2f}{floor:9.2f}{ms / floor:8.2f}{peer_text}{row['host_us']:9.0f}"
+        )
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=["qwen3-8b", "qwen3-0.6b"])
+    parser.add_argument("--layers", type=int, help="use only so many layers of each shape")
+    parser.add_argument("--folder", type=Path, help="a model on disk instead of --models")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument(
+        "--sizes", nargs="+", default=["8x16", "8x32", "8x64", "8x128", "8x256", "8x512", "8x1024"]
+    )
+    parser.add_argument("--slots", nargs="+", type=int, default=[8])
+    parser.add_argument(
+        "--capture-tokens", nargs="+", type=int, help="token buckets; all up to 8192 if not given"
+    )
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument(
+        "--check", nargs="*", choices=list(prefill_checks.CHECKS), help="run only these checks"
+    )
+    parser.add_argument("--peer", type=Path, help="JSON file: {model: {size: ms}}")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Check, measure, print the table. Returns 1 if a check failed."""
+    args = parse_args()
+    peers = json.loads(args.peer.read_text()) if args.peer else {}
+    rows: list[dict[str, object]] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as work:
+        for name in [args.folder.name] if args.folder else args.models:
+            folder = args.folder or write_shape(name, Path(work), num_layers=args.layers)
+            ladder = args.capture_tokens or default_token_ladder(8192 if args.device == "cuda" else 1024)
+            bench = make_bench(name, folder, args, capture_tokens=ladder)
+            for check in prefill_checks.CHECKS if args.check is None else args.check:
+                failures += [f"{name}: {failure}" for failure in prefill_checks.CHECKS[check](bench)]
+            rows += time_model(bench, args, peers.get(name, {}))
+            del bench
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    print_table(rows)
+    for failure in failures:
+        print("FAILED", failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""How a model's forward pass is compiled for a GPU: one kernel between two matrix products wherever that is possible.
+
+Left alone, inductor computes again in every layer what all layers share (the cosines and sines of the positions),
+and lets each norm add up the outputs of several layers before it, because no sum of them is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MANY_USERS = 8
+"""What has so many users is better read than computed again."""
+_VIEWS = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int,
+        torch.ops.aten.transpose.int,
+    }
+)
+
+
+def compile_forward(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a model's forward pass as one graph. Raises a `RuntimeError` when called if that cannot be done."""
+    return torch.compile(
+        function,
+        fullgraph=True,
+        options={
+            # Rotary embeddings concatenate two halves: without this the norm before them is a kernel of its own.
+            "force_pointwise_cat": True,
+            "post_grad_custom_post_pass": _WriteDownShared(),
+        },
+    )
+
+
+class _WriteDownShared(CustomGraphPass):
+    """Marks what several layers read, so that it is written to memory once instead of being computed in each."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target in _VIEWS:
+                continue
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            is_residual = (
+                node.target is torch.ops.aten.add.Tensor and value.dim() == 3 and len(node.users) > 1
+            )
+            if is_residual or _num_users(node) >= _MANY_USERS:
+                node.meta["inductor_realize_to_strides"] = True
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def _num_users(node: torch.fx.Node) -> int:
+    """Count the users of a node's value, also through views of it."""
+    return sum(_num_users(user) if user.target in _VIEWS else 1 for user in node.users)
+
+
+def compile_choice(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that chooses tokens from logits."""
+    # The random numbers come from products of 64 bits, which this pass would turn into an index of 32.
+    return torch.compile(function, fullgraph=True, options={"constant_and_index_propagation": False})
