@@ -29,8 +29,9 @@ MAX_PROMPTS = 16
 class LogitsRunner:
     """Graphs of the bench's model that leave the logits of the last tokens where they can be looked at."""
 
-    def __init__(self, bench: Bench, capture_tokens: Sequence[int], num_slots: int) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.bench = bench
+        num_slots = bench.num_slots
         model, pool = bench.model, bench.pool
         self._logits = torch.zeros(
             num_slots, model.info.vocab_size, dtype=model.kv_spec.dtype, device=pool.device
@@ -46,7 +47,7 @@ class LogitsRunner:
 
         self._runner = GraphRunner(
             Computation(forward=forward, finishes={"keep": keep}, choose_finish=lambda _: "keep"),
-            BucketLadder(capture_tokens, [num_slots]),
+            BucketLadder(bench.check_tokens, [num_slots]),
             pages_per_slot=-(-model.info.max_model_len // pool.page_size),
             page_size=pool.page_size,
             device=pool.device,
@@ -119,8 +120,8 @@ def check_accuracy(bench: Bench) -> list[str]:
     Then the same prompts in other batches and buckets must give the same greedy token, wherever the best two
     logits differ by more than twice the largest error seen.
     """
-    ladder = bench.capture_tokens
-    runner = LogitsRunner(bench, ladder, num_slots=MAX_PROMPTS)
+    ladder = bench.check_tokens
+    runner = LogitsRunner(bench)
     exact, own = Reference(bench, torch.float32), Reference(bench, bench.model.kv_spec.dtype)
     numbers = random.Random(0)
     errors: list[float] = []
@@ -173,11 +174,11 @@ def check_poison(bench: Bench) -> list[str]:
     That is: every page before the batch, the scratch page included, and the embedding of token 0, which stands at
     pad positions.
     """
-    runner = LogitsRunner(bench, bench.capture_tokens, num_slots=MAX_PROMPTS)
+    runner = LogitsRunner(bench)
     numbers = random.Random(1)
     batches = []
     for i in range(NUM_BATCHES // 4):
-        prompts = bench.random_prompts(random_lengths(numbers, bench.capture_tokens[-1] * 2), seed=1000 + i)
+        prompts = bench.random_prompts(random_lengths(numbers, bench.check_tokens[-1] * 2), seed=1000 + i)
         batches.append([[token or 1 for token in prompt] for prompt in prompts])
     # The LM head may share the poisoned row: leave token 0 out.
     clean = [runner.run(prompts)[:, 1:] for prompts in batches]

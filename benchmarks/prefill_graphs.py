@@ -30,7 +30,7 @@ from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model
 from worker.prefill import PrefillEngine
 
-MAX_SLOTS = 16
+MAX_PROMPTS = prefill_checks.MAX_PROMPTS
 POOL = "decode-0"
 
 
@@ -40,7 +40,9 @@ class Bench:
 
     name: str
     source: ModelSource
-    capture_tokens: Sequence[int]
+    check_tokens: Sequence[int]
+    """Token buckets of the graphs that are checked: smaller than what is timed, so that float32 keeps up."""
+    num_slots: int
     model: Model
     pool: KVPool
     engine: PrefillEngine
@@ -84,7 +86,7 @@ def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tok
     model = load_model(source)
     loaded = time.perf_counter()
     page_size = 256 if device.type == "cuda" else 32
-    num_pages = 1 + MAX_SLOTS * -(-2 * max(capture_tokens) // page_size)
+    num_pages = 1 + MAX_PROMPTS - (-2 * max(capture_tokens) // page_size)
     pool = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=device)
     engine = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, args.slots))
     reports = engine.attach_pool(POOL, pool)
@@ -98,7 +100,13 @@ def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tok
         f"{time.perf_counter() - loaded:.1f} s, {engine.buffer_bytes / 2**20:.0f} MiB of graphs and buffers"
     )
     return Bench(
-        name=name, source=source, capture_tokens=sorted(capture_tokens), model=model, pool=pool, engine=engine
+        name=name,
+        source=source,
+        check_tokens=sorted(tokens for tokens in capture_tokens if tokens <= args.check_tokens),
+        num_slots=max(args.slots),
+        model=model,
+        pool=pool,
+        engine=engine,
     )
 
 
@@ -221,6 +229,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--check", nargs="*", choices=list(prefill_checks.CHECKS), help="run only these checks"
     )
+    parser.add_argument("--check-tokens", type=int, default=512, help="largest bucket of the checks")
     parser.add_argument("--peer", type=Path, help="JSON file: {model: {size: ms}}")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser.parse_args()

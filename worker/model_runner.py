@@ -15,7 +15,7 @@ from scheduler.messages import Request
 from worker.compiled import compile_choice
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.sampling import CHOICES, needed_choice
+from worker.sampling import CHOICES, COMPILABLE_CHOICES, needed_choice
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class ModelRunner:
             Computation(
                 forward=forward,
                 finishes={
-                    name: compile_choice(choose) if captured else choose for name, choose in CHOICES.items()
+                    name: compile_choice(choose) if captured and name in COMPILABLE_CHOICES else choose
+                    for name, choose in CHOICES.items()
                 },
                 choose_finish=needed_choice,
             ),

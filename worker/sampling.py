@@ -51,6 +51,8 @@ CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
 }
 """Ways to choose tokens, the cheapest first. None of them waits for the device or has a shape that depends on
 values, so each can be captured."""
+COMPILABLE_CHOICES = frozenset({"greedy", "sampled"})
+"""Those that inductor makes faster. Most of `choose_filtered` is a sort, and inductor fails at its cumulative sum."""
 
 
 def _best(scores: torch.Tensor) -> torch.Tensor:

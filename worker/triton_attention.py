@@ -263,7 +263,8 @@ def _kernel(
             score_scale, softcap, WINDOW, HAS_SOFTCAP, True,
         )  # fmt: skip
 
-    acc = acc / total[:, None]
+    # Rows that stand for no token have seen no key.
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out_rows[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
@@ -273,7 +274,7 @@ def _attend(
     score_scale, softcap, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of keys ``[head_dim, keys]`` and values ``[keys, head_dim]`` into the running softmax."""
-    scores = tl.dot(queries, block_k) * score_scale  # in units of log2(e), for exp2
+    scores = tl.dot(queries, block_k, input_precision="ieee") * score_scale  # in units of log2(e), for exp2
     if HAS_SOFTCAP:
         bound = softcap * 1.4426950408889634
         scores = bound * (2 * tl.sigmoid(2 * scores / bound) - 1)
@@ -291,7 +292,7 @@ def _attend(
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(block_v.dtype), block_v, acc * decay[:, None])
+    acc = tl.dot(weights.to(block_v.dtype), block_v, acc * decay[:, None], input_precision="ieee")
     return acc, total, new_top
 
 

@@ -5,71 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
     GptOssConfig,
-    LlamaConfig,
     MambaConfig,
-    MistralConfig,
-    Phi3Config,
     PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
     T5Config,
 )
 
 from scheduler.errors import ConfigError
 from scheduler.messages import SamplingParams
-from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, VOCAB_SIZE, Engines, LoadTiny, prompts_of
+from tests.unit.worker.tiny_models import (
+    FAMILIES,
+    MAX_MODEL_LEN,
+    SHAPE,
+    VOCAB_SIZE,
+    WINDOW,
+    Engines,
+    LoadTiny,
+    own_tokens,
+    prompts_of,
+)
 from worker.model import ModelSource, load_model
-
-WINDOW = 6
-"""Less than most of the prompts."""
-
-FAMILIES = {
-    "llama": LlamaConfig(**SHAPE),
-    "llama_one_kv_head_tied": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=True),
-    "llama_biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-    "mistral": MistralConfig(**SHAPE, sliding_window=None),
-    "mistral_window": MistralConfig(**SHAPE, sliding_window=WINDOW),
-    "phi3": Phi3Config(**SHAPE),
-    "phi3_window": Phi3Config(**SHAPE, sliding_window=WINDOW),
-    "gemma": GemmaConfig(**SHAPE, head_dim=16),
-    # Tied and scaled by sqrt(hidden_size), the embedding of the last token would decide the next one alone.
-    "gemma2": Gemma2Config(
-        **SHAPE, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=0.5
-    ),
-    "gemma3": Gemma3TextConfig(
-        **SHAPE,
-        tie_word_embeddings=False,
-        head_dim=16,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-}
-
-
-def own_tokens(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

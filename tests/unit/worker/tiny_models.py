@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from graphs.buckets import BucketLadder
 from scheduler.messages import (
@@ -40,12 +52,55 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+WINDOW = 6
+"""Less than most of the prompts."""
+
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama_one_kv_head_tied": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=True),
+    "llama_biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral_window": MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "phi3": Phi3Config(**SHAPE),
+    "phi3_window": Phi3Config(**SHAPE, sliding_window=WINDOW),
+    "gemma": GemmaConfig(**SHAPE, head_dim=16),
+    # Tied and scaled by sqrt(hidden_size), the embedding of the last token would decide the next one alone.
+    "gemma2": Gemma2Config(
+        **SHAPE, tie_word_embeddings=False, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=0.5
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        tie_word_embeddings=False,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
 LoadTiny = Callable[[PreTrainedConfig], tuple[Model, PreTrainedModel]]
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def own_tokens(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
 
 
 class Engines:
@@ -58,12 +113,20 @@ class Engines:
         capture_tokens: Sequence[int] = (8, 32),
         capture_slots: Sequence[int] = (2, 4),
         num_pages: int = 160,
+        use_graphs: bool = True,
     ) -> None:
-        self.pool, handle = KVPool.create(
-            model.kv_spec, name="decode-0", num_pages=num_pages, page_size=PAGE_SIZE
-        )
-        self.prefill = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, capture_slots))
-        self.prefill.attach(handle)
+        ladder = BucketLadder(capture_tokens, capture_slots)
+        self.prefill = PrefillEngine("prefill-0", model, ladder, use_graphs=use_graphs)
+        if model.device.type == "cpu":
+            self.pool, handle = KVPool.create(
+                model.kv_spec, name="decode-0", num_pages=num_pages, page_size=PAGE_SIZE
+            )
+            self.prefill.attach(handle)
+        else:
+            self.pool = KVPool.on_device(
+                model.kv_spec, num_pages=num_pages, page_size=PAGE_SIZE, device=model.device
+            )
+            self.prefill.attach_pool("decode-0", self.pool)
         self.decode = DecodeEngine(model, self.pool, max_num_seqs=4)
         self.decode.prepare()
         self._free = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()

@@ -1,0 +1,96 @@
+"""Times vLLM's prefill of the same batches as `prefill_graphs.py`; runs in an environment that has vLLM.
+
+    python benchmarks/peer_vllm.py --models qwen3-8b qwen3-0.6b --out vllm.json
+
+A time is that of the engine's steps from the first to the last, the requests having been added before: token ids
+are already in the engine, which favours vLLM a little. The engine runs in this process, without a server, with
+prefix caching off and everything else as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from shapes import NAMES, write_shape
+
+REPEATS = 50
+
+
+def make_engine(folder: Path, args: argparse.Namespace) -> Any:
+    """Start vLLM on a model; random weights unless --folder names one."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    import vllm
+
+    options: dict[str, Any] = {} if args.cpu else {"gpu_memory_utilization": 0.45}
+    started = time.perf_counter()
+    engine = vllm.LLM(
+        model=str(folder),
+        load_format="auto" if args.folder else "dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=args.max_model_len,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **options,
+    ).llm_engine
+    print(f"vLLM {vllm.__version__} is ready after {time.perf_counter() - started:.1f} s", flush=True)
+    return engine
+
+
+def measure(engine: Any, num_prompts: int, length: int, vocab_size: int) -> float:
+    """Return the median milliseconds from the first step to the last first token."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    numbers = random.Random(length)
+    times = []
+    for repeat in range(REPEATS + 3):
+        for i in range(num_prompts):
+            ids = [numbers.randrange(vocab_size) for _ in range(length)]
+            engine.add_request(f"{num_prompts}x{length}-{repeat}-{i}", {"prompt_token_ids": ids}, sampling)
+        finished = 0
+        before = time.perf_counter()
+        while finished < num_prompts:
+            finished += sum(output.finished for output in engine.step())
+        times.append(time.perf_counter() - before)
+    return statistics.median(times[3:]) * 1e3
+
+
+def main() -> None:
+    """Measure and write ``{model: {size: ms}}``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=["qwen3-8b", "qwen3-0.6b"])
+    parser.add_argument("--folder", type=Path, help="a model on disk instead of --models")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument(
+        "--sizes", nargs="+", default=["8x16", "8x32", "8x64", "8x128", "8x256", "8x512", "8x1024"]
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    figures: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name in [args.folder.name] if args.folder else args.models:
+            folder = args.folder or write_shape(name, Path(work))
+            vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+            engine = make_engine(folder, args)
+            figures[name] = {}
+            for size in args.sizes:
+                num_prompts, length = map(int, size.split("x"))
+                figures[name][size] = measure(engine, num_prompts, length, vocab_size)
+                print(f"{name} {size}: {figures[name][size]:.2f} ms", flush=True)
+            args.out.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

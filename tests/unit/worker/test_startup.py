@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig
+
+from scheduler.errors import ConfigError
+from scheduler.messages import WorkerConfig
+from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
+from worker.model import Model
+from worker.startup import choose_device, choose_ladder
+
+CONFIG = WorkerConfig(
+    name="prefill-0",
+    model_name="tiny",
+    model_folder="",
+    dtype="float32",
+    device="cpu",
+    load_format="auto",
+    max_model_len=None,
+    max_num_seqs=8,
+    kv_memory_bytes=None,
+    capture_tokens=None,
+    max_capture_tokens=None,
+    capture_slots=(4,),
+    use_graphs=True,
+    compile_cache_folder="",
+    num_threads=1,
+)
+
+
+@pytest.fixture
+def model(load_tiny: LoadTiny) -> Model:
+    return load_tiny(LlamaConfig(**SHAPE))[0]
+
+
+def test_configured_buckets_are_taken_as_they_are(model: Model) -> None:
+    ladder = choose_ladder(model, replace(CONFIG, capture_tokens=(100, 7), max_capture_tokens=32))
+    assert ladder.capture_tokens == (7, 100)
+    assert ladder.capture_slots == (4,)
+
+
+def test_the_ladder_ends_at_the_configured_tokens(model: Model) -> None:
+    assert choose_ladder(model, replace(CONFIG, max_capture_tokens=100)).max_tokens == 100
+
+
+def test_the_ladder_ends_where_all_slots_hold_a_whole_context(model: Model) -> None:
+    assert choose_ladder(model, CONFIG).max_tokens == 4 * MAX_MODEL_LEN
+    # Beyond that, at what a CPU computes in a reasonable time.
+    assert choose_ladder(model, replace(CONFIG, capture_slots=(64,))).max_tokens == 512
+
+
+def test_cuda_is_refused_until_its_pages_can_be_handed_over() -> None:
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="cuda"):
+        choose_device("cuda")
