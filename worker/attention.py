@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.layout import BatchInputs
+from worker.kernels import prefill_attention
 from worker.kv_pool import KVPool
 
 ATTENTION_NAME = "purefill"
@@ -56,10 +57,6 @@ class CudaPass:
     """A pass on a CUDA device, as one kernel per layer. Nothing in it depends on a value, so it can be captured."""
 
     def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
-        # Imported here: Triton comes with torch for CUDA only.
-        from worker.triton_attention import prefill_attention
-
-        self._kernel = prefill_attention
         self._inputs = inputs
         self._pool = pool
 
@@ -76,7 +73,7 @@ class CudaPass:
     ) -> torch.Tensor:
         """Do as `PagedPass` says, except that pads write no KV at all."""
         keys_offset, values_offset = self._pool.offsets(layer)
-        out: torch.Tensor = self._kernel(
+        out: torch.Tensor = prefill_attention(
             query.transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),

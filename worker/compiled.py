@@ -12,6 +12,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from worker import kernels, rotary_fusion
+from worker.rotary_fusion import fuse_rotations
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,17 +39,26 @@ def compile_forward(function: Callable[P, R]) -> Callable[P, R]:
         function,
         fullgraph=True,
         options={
-            # Rotary embeddings concatenate two halves: without this the norm before them is a kernel of its own.
+            # Where a rotary embedding is not fused: it concatenates halves, which would be a kernel of its own.
             "force_pointwise_cat": True,
-            "post_grad_custom_post_pass": _WriteDownShared(),
+            "post_grad_custom_post_pass": _Improve(),
         },
     )
 
 
-class _WriteDownShared(CustomGraphPass):
-    """Marks what several layers read, so that it is written to memory once instead of being computed in each."""
+class _Improve(CustomGraphPass):
+    """What is changed in the graph before inductor makes kernels of it."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        fuse_rotations(graph)
+        graph.eliminate_dead_code()
+        self._write_down_shared(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__, rotary_fusion.__file__, kernels.__file__))
+
+    def _write_down_shared(self, graph: torch.fx.Graph) -> None:
+        """Mark what several layers read, so that it is written to memory once instead of computed in each."""
         for node in graph.nodes:
             if node.op != "call_function" or node.target in _VIEWS:
                 continue
@@ -58,9 +70,6 @@ class _WriteDownShared(CustomGraphPass):
             )
             if is_residual or _num_users(node) >= _MANY_USERS:
                 node.meta["inductor_realize_to_strides"] = True
-
-    def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
 
 
 def _num_users(node: torch.fx.Node) -> int:

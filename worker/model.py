@@ -93,7 +93,7 @@ class Model:
             position_ids=derived.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=derived.last_token,
-            paged=CudaPass(inputs, pool) if pool.device.type == "cuda" else HostPass(inputs, pool),
+            paged=HostPass(inputs, pool) if pool.device.type == "cpu" else CudaPass(inputs, pool),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -174,15 +174,18 @@ def _choose_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype:
 
 
 def _choose_max_model_len(source: ModelSource, config: PreTrainedConfig) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    limit, reason = getattr(text, "max_position_embeddings", None), "the model's context"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # It turns every sequence of a batch by other angles once one of them is longer than this.
+        limit, reason = rope["original_max_position_embeddings"], "up to which its rotary embedding is one"
     if source.max_model_len is None:
         if limit is None:
             raise ConfigError(f"model {source.name} names no context length: give max_model_len")
         return int(limit)
     if limit is not None and source.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len must be <= {limit}, the model's context, got {source.max_model_len}"
-        )
+        raise ConfigError(f"max_model_len must be <= {limit}, {reason}, got {source.max_model_len}")
     return source.max_model_len
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import (
     GptOssConfig,
     MambaConfig,
+    Phi3Config,
     PreTrainedConfig,
     T5Config,
 )
@@ -87,6 +89,21 @@ def test_context_is_at_most_the_models_own(max_model_len: int, accepted: bool, t
     else:
         with pytest.raises(ConfigError, match=f"max_model_len must be <= {MAX_MODEL_LEN}"):
             load_model(source)
+
+
+def test_long_rope_is_served_up_to_its_first_context_only(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 48,
+        **factors,
+    }
+    Phi3Config(**SHAPE, rope_parameters=rope).save_pretrained(tmp_path)
+    source = ModelSource(name="tiny", folder=tmp_path, load_format="dummy")
+    assert load_model(source).info.max_model_len == 48
+    with pytest.raises(ConfigError, match="max_model_len must be <= 48"):
+        load_model(replace(source, max_model_len=49))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -144,9 +144,13 @@ class Engines:
             lease=Lease(decode_worker="decode-0", epoch=self._epoch, page_ids=pages),
         )
 
+    def batch(self, items: Sequence[PrefillItem]) -> PrefillBatch:
+        """Return a batch of these items."""
+        return PrefillBatch(batch_id=1, decode_worker="decode-0", items=tuple(items))
+
     def run_prefill(self, items: Sequence[PrefillItem]) -> PrefillResult:
         """Prefill items as one batch."""
-        return self.prefill.run(PrefillBatch(batch_id=1, decode_worker="decode-0", items=tuple(items)))
+        return self.prefill.run(self.batch(items))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
         """Prefill all prompts as one batch, then decode them together; return the tokens of each."""

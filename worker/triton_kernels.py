@@ -1,9 +1,9 @@
-"""Causal attention of a padded batch over KV pages, as one Triton kernel that also writes the batch's KV.
+"""The Triton kernels behind `worker.kernels`: causal attention over KV pages, and rotary embedding.
 
-A program computes some tokens of one sequence for one KV head and all query heads that share it (the rows of
-its matrix products are (token, query head) pairs). Keys and values of the batch itself are read where the
-projections left them, those of earlier chunks from their pages; so no program waits for another one's write.
-The softmax is computed block by block as in FlashAttention (Dao et al., 2022).
+Attention: a program computes some tokens of one sequence for one KV head and all query heads that share it (the
+rows of its matrix products are (token, query head) pairs). Keys and values of the batch itself are read where the
+projections left them, those of earlier chunks from their pages; so no program waits for another one's write. The
+softmax is computed block by block as in FlashAttention (Dao et al., 2022).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _ROWS = 64
 H200 from 16 to 1,024 tokens a sequence; larger ones gain from some 8,000 on."""
 
 
-@torch.library.custom_op("purefill::prefill_attention", mutates_args=("pool",))
-def prefill_attention(
+def launch_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -33,15 +32,7 @@ def prefill_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Write the KV of T token positions to its pages and let each of S sequences attend to its own.
-
-    `query` is ``[T, heads, head_dim]``, `key` and `value` are ``[T, kv_heads, head_dim]``, each dense in the last
-    dimension. `pool` is one dimension; a layer's keys, ``[pages, page_size, kv_heads, head_dim]``, begin at
-    element `keys_offset`, its values at `values_offset`. `query_starts` is ``[S + 1]``, `num_cached` ``[S]``,
-    `page_table` ``[S, P]``, all int32. `window` is the most keys that a query sees, 0 for all; `softcap` 0 is none.
-
-    Returns ``[T, heads, head_dim]``, zero at pad positions. Pads write no KV.
-    """
+    """Do as `worker.kernels.prefill_attention` says."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_slots = key.shape[1], num_cached.shape[0]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -50,7 +41,7 @@ def prefill_attention(
     block_tokens = max(rows // group, 1)
     # A sequence's blocks begin anew, so there are up to S more than T / block_tokens; the last ones take the pads.
     grid = (num_tokens // block_tokens + num_slots + 1, num_kv_heads)
-    _kernel[grid](
+    _attention_kernel[grid](
         query,
         key,
         value,
@@ -90,27 +81,8 @@ def prefill_attention(
     return out
 
 
-@prefill_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: torch.Tensor,
-    query_starts: torch.Tensor,
-    num_cached: torch.Tensor,
-    page_table: torch.Tensor,
-    keys_offset: int,
-    values_offset: int,
-    page_size: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
 @triton.jit
-def _kernel(
+def _attention_kernel(
     query,  # [T, heads, head_dim]
     key,  # [T, kv_heads, head_dim]
     value,  # [T, kv_heads, head_dim]
@@ -316,3 +288,119 @@ def _write_kv(
     v = tl.load(own_values + tokens[:, None] * value_stride_t + dims[None, :], mask=both, other=0.0)
     tl.store(pool_keys + targets[:, None] + dims[None, :], k, mask=both)
     tl.store(pool_values + targets[:, None] + dims[None, :], v, mask=both)
+
+
+def launch_rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as `worker.kernels.rotate` says."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    out_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out_key = torch.empty_like(key, memory_format=torch.contiguous_format)
+    _rotate_kernel[(num_tokens,)](
+        query,
+        key,
+        query if query_weight is None else query_weight,
+        key if key_weight is None else key_weight,
+        cos,
+        sin,
+        out_query,
+        out_key,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        weight_offset,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF_DIM=head_dim // 2,
+        PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=query_weight is not None,
+        num_warps=4,
+    )
+    return out_query, out_key
+
+
+@triton.jit
+def _rotate_kernel(
+    query,  # [T, heads, head_dim]
+    key,  # [T, kv_heads, head_dim]
+    query_weight,  # [head_dim]
+    key_weight,  # [head_dim]
+    cos,  # [T, head_dim]
+    sin,  # [T, head_dim]
+    out_query,  # [T, heads, head_dim], contiguous
+    out_key,  # [T, kv_heads, head_dim], contiguous
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    cos_stride_t,
+    sin_stride_t,
+    eps,
+    weight_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED_HALF)
+    mask = dims < HALF_DIM
+    cos_1 = tl.load(cos + token * cos_stride_t + dims, mask=mask, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + token * cos_stride_t + HALF_DIM + dims, mask=mask, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + token * sin_stride_t + dims, mask=mask, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + token * sin_stride_t + HALF_DIM + dims, mask=mask, other=0.0).to(tl.float32)
+    _rotate_heads(
+        query + token * query_stride_t, query_stride_h, query_weight, out_query + token * (NUM_HEADS * HALF_DIM * 2),
+        cos_1, cos_2, sin_1, sin_2, eps, weight_offset, NUM_HEADS, PADDED_HEADS, HALF_DIM, PADDED_HALF, HAS_NORM,
+    )  # fmt: skip
+    _rotate_heads(
+        key + token * key_stride_t, key_stride_h, key_weight, out_key + token * (NUM_KV_HEADS * HALF_DIM * 2),
+        cos_1, cos_2, sin_1, sin_2, eps, weight_offset, NUM_KV_HEADS, PADDED_KV_HEADS, HALF_DIM, PADDED_HALF, HAS_NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_heads(
+    source, stride_h, weight, out, cos_1, cos_2, sin_1, sin_2, eps, weight_offset,
+    NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate all heads of one token."""
+    heads = tl.arange(0, PADDED_HEADS)[:, None]
+    dims = tl.arange(0, PADDED_HALF)[None, :]
+    mask = (heads < NUM_HEADS) & (dims < HALF_DIM)
+    x_1 = tl.load(source + heads * stride_h + dims, mask=mask, other=0.0).to(tl.float32)
+    x_2 = tl.load(source + heads * stride_h + HALF_DIM + dims, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(x_1 * x_1, 1) + tl.sum(x_2 * x_2, 1)
+        scale = tl.rsqrt(squares / (2 * HALF_DIM) + eps)[:, None]
+        weight_mask = dims < HALF_DIM
+        weight_1 = tl.load(weight + dims, mask=weight_mask, other=0.0).to(tl.float32) + weight_offset
+        weight_2 = (
+            tl.load(weight + HALF_DIM + dims, mask=weight_mask, other=0.0).to(tl.float32) + weight_offset
+        )
+        x_1 = x_1 * scale * weight_1
+        x_2 = x_2 * scale * weight_2
+    out_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+    out_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+    rows = out + heads * (2 * HALF_DIM)
+    tl.store(rows + dims, out_1.to(out.dtype.element_ty), mask=mask)
+    tl.store(rows + HALF_DIM + dims, out_2.to(out.dtype.element_ty), mask=mask)

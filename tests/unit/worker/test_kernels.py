@@ -1,4 +1,4 @@
-"""The attention kernel against float64: on a GPU, or with TRITON_INTERPRET=1 wherever Triton is installed."""
+"""The kernels against float64: on a GPU, or with TRITON_INTERPRET=1 wherever Triton is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
 
-from worker.triton_attention import prefill_attention
+from worker.kernels import prefill_attention, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_PAGES = 120
@@ -126,3 +126,31 @@ def test_each_sequence_attends_to_its_own_pages_and_writes_only_its_own(
     num_written = sum(len(tokens) for tokens in places)
     assert (~pool_keys.isnan()).all(dim=(1, 2)).sum() == num_written
     assert (~pool_values.isnan()).all(dim=(1, 2)).sum() == num_written
+
+
+@pytest.mark.parametrize(
+    "weight_offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm by one plus weight"]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 96), (3, 3, 16)])
+def test_heads_are_normed_and_rotated(
+    heads: int, kv_heads: int, head_dim: int, weight_offset: float | None
+) -> None:
+    torch.manual_seed(0)
+    num_tokens, half, eps = 5, head_dim // 2, 1e-5
+    # Neighbours in one projection, as a merged model has them.
+    both = torch.randn(num_tokens, heads + kv_heads, head_dim, device=DEVICE)
+    cos, sin = torch.randn(2, num_tokens, head_dim, device=DEVICE)
+    weights = torch.randn(2, head_dim, device=DEVICE)
+
+    def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.double()
+        if weight_offset is not None:
+            x = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight.double() + weight_offset)
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        return x * cos.double().unsqueeze(1) + turned * sin.double().unsqueeze(1)
+
+    query, key = both[:, :heads], both[:, heads:]
+    norm = (None, None) if weight_offset is None else (weights[0], weights[1])
+    out_query, out_key = rotate(query, key, *norm, cos, sin, eps, weight_offset or 0.0)
+    for out, x, weight in ((out_query, query, weights[0]), (out_key, key, weights[1])):
+        torch.testing.assert_close(out.double(), expected(x, weight), atol=1e-5, rtol=1e-5)
