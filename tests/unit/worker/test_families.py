@@ -93,13 +93,9 @@ def test_context_is_at_most_the_models_own(max_model_len: int, accepted: bool, t
 
 def test_long_rope_is_served_up_to_its_first_context_only(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "original_max_position_embeddings": 48,
-        **factors,
-    }
-    Phi3Config(**SHAPE, rope_parameters=rope).save_pretrained(tmp_path)
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    config = Phi3Config(**SHAPE, rope_parameters=rope, original_max_position_embeddings=48)
+    config.save_pretrained(tmp_path)
     source = ModelSource(name="tiny", folder=tmp_path, load_format="dummy")
     assert load_model(source).info.max_model_len == 48
     with pytest.raises(ConfigError, match="max_model_len must be <= 48"):

@@ -12,7 +12,6 @@ from tests.unit.worker.tiny_models import FAMILIES, LoadTiny
 from worker.kv_pool import KVPool
 from worker.rotary_fusion import fuse_rotations
 
-
 # What inductor imports uses torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 
