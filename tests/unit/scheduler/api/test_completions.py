@@ -184,6 +184,23 @@ def test_plain_and_streamed_answers_agree(
             assert choice["finish_reason"] == "stop"
 
 
+def test_return_token_ids(bytes_tokenizer: Tokenizer) -> None:
+    script, fields = ["é<end>", "abc"], {"n": 2, "return_token_ids": True}
+    answer = complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields).json()
+    expected = [[0xC3, 0xA9, END], [*b"abc"]]
+    assert [choice["token_ids"] for choice in answer["choices"]] == expected
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[*b"Hi"], [*b"Hi"]]
+    streamed: list[list[int]] = [[], []]
+    with_prompt = []
+    for chunk in stream_of(app_over(ScriptedEngine(script), bytes_tokenizer), **fields):
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        if "prompt_token_ids" in choice:
+            with_prompt.append((choice["index"], choice["prompt_token_ids"]))
+    assert streamed == expected
+    assert sorted(with_prompt) == [(0, [*b"Hi"]), (1, [*b"Hi"])]
+
+
 def test_a_stop_string_ends_the_request_in_the_engine(bytes_tokenizer: Tokenizer) -> None:
     async def run() -> None:
         engine = ScriptedEngine()

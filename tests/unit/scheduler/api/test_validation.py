@@ -32,7 +32,6 @@ UNSUPPORTED = {
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "guided_regex": "a",
-    "return_token_ids": True,
     "prompt_embeds": ["AA=="],
 }
 
