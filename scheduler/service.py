@@ -76,6 +76,8 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
     # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     context = _init_ray(config)

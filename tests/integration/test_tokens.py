@@ -26,7 +26,7 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def references(prompts: list[str]) -> list[Reference]:
-    model = Model(resolve_model("smollm2-135m").path)
+    model = Model(resolve_model("smollm2-135m", progress=print).path)
     return [model.generate(prompt, NEW_TOKENS) for prompt in prompts]
 
 
