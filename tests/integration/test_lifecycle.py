@@ -62,7 +62,9 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         port = taken.getsockname()[1]
         ended = start_and_fail("--port", str(port))
     assert ended.returncode == 2
-    assert ended.stderr == f"purefill: error: port {port} on 127.0.0.1 cannot be used: Address already in use\n"
+    assert (
+        ended.stderr == f"purefill: error: port {port} on 127.0.0.1 cannot be used: Address already in use\n"
+    )
 
 
 def test_a_folder_without_weights_is_one_clear_line(tmp_path: Path) -> None:

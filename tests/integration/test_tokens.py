@@ -68,9 +68,7 @@ async def in_batches_of_8(client: httpx.AsyncClient, service: Service, prompts: 
     return tokens
 
 
-async def while_others_decode(
-    client: httpx.AsyncClient, service: Service, prompts: Sequence[str]
-) -> Tokens:
+async def while_others_decode(client: httpx.AsyncClient, service: Service, prompts: Sequence[str]) -> Tokens:
     """Three prompts at a time, from both ends so that lengths mix, each three once the last ones decode."""
     order = [i for pair in zip(range(60), reversed(range(60, 120)), strict=True) for i in pair]
     tokens: dict[int, list[int]] = {}
@@ -86,7 +84,9 @@ async def while_others_decode(
 
     for start in range(0, len(order), 3):
         events = [asyncio.Event() for _ in range(3)]
-        tasks += [asyncio.create_task(one(i, e)) for i, e in zip(order[start : start + 3], events, strict=True)]
+        tasks += [
+            asyncio.create_task(one(i, e)) for i, e in zip(order[start : start + 3], events, strict=True)
+        ]
         await asyncio.gather(*(event.wait() for event in events))
     await asyncio.gather(*tasks)
     return [tokens[i] for i in range(len(prompts))]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import MAX_MODEL_LEN, LoadTiny
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.unit.worker.tiny_models import MAX_MODEL_LEN, LoadTiny
 from worker.model import Model, ModelSource, load_model
 
 

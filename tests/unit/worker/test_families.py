@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import MAX_MODEL_LEN, SHAPE, VOCAB_SIZE, Engines, LoadTiny, prompts_of
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -26,6 +25,7 @@ from transformers import (
 
 from scheduler.errors import ConfigError
 from scheduler.messages import SamplingParams
+from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, VOCAB_SIZE, Engines, LoadTiny, prompts_of
 from worker.model import ModelSource, load_model
 
 WINDOW = 6

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import SHAPE, Engines, LoadTiny, prompts_of
 from transformers import Qwen3Config
 
 from graphs.layout import SCRATCH_PAGE
 from scheduler.messages import SamplingParams
+from tests.unit.worker.tiny_models import SHAPE, Engines, LoadTiny, prompts_of
 from worker.model import Model
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
