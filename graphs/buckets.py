@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,8 +34,40 @@ def default_token_ladder(max_tokens: int, *, smallest: int = 16) -> tuple[int, .
     return (*ladder, max_tokens)
 
 
+class Ladder(Protocol):
+    """The captured shapes, and which of them a batch is padded to."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, largest first: the order in which they are captured."""
+
+    def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
+        """Return the smallest bucket that holds a batch, or raise `ValueError` if none does."""
+
+
+class StepLadder:
+    """Buckets for decode steps, in which every sequence computes one token: n tokens in n slots."""
+
+    def __init__(self, max_sequences: int) -> None:
+        """Make buckets of 1, 2, 4, 8, 12, 16, 24, ... sequences up to exactly `max_sequences`, >= 1."""
+        small = [n for n in (1, 2, 4) if n < max_sequences]
+        self._sizes = (*small, *default_token_ladder(max_sequences, smallest=8))
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, largest first."""
+        return tuple(Bucket(size, size) for size in reversed(self._sizes))
+
+    def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
+        """Return the smallest bucket of `num_sequences` sequences with one token each."""
+        if num_tokens != num_sequences or num_sequences > self._sizes[-1]:
+            raise ValueError(f"a step takes one token each of at most {self._sizes[-1]} sequences")
+        size = self._sizes[bisect_left(self._sizes, num_sequences)]
+        return Bucket(size, size)
+
+
 class BucketLadder:
-    """The captured shapes. `fit` picks the one a batch is padded to."""
+    """Buckets for prefill: all pairs of a token bucket and a slot count."""
 
     def __init__(self, capture_tokens: Sequence[int], capture_slots: Sequence[int]) -> None:
         """Make a ladder of all pairs of a token bucket and a slot count.
@@ -60,7 +93,9 @@ class BucketLadder:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets, largest first: the order in which they are captured."""
-        return tuple(Bucket(t, s) for t in reversed(self.capture_tokens) for s in reversed(self.capture_slots))
+        return tuple(
+            Bucket(t, s) for t in reversed(self.capture_tokens) for s in reversed(self.capture_slots)
+        )
 
     def fit(self, num_tokens: int, num_sequences: int) -> Bucket:
         """Return the smallest bucket that holds `num_tokens` tokens of `num_sequences` sequences.

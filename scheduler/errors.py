@@ -2,6 +2,7 @@
 
     PurefillError
     ├── ConfigError               a setting is wrong: one line on stderr, exit code 2
+    ├── ModelFetchError           a model cannot be had: network, hash or conversion
     ├── RequestError              a request ends badly; `status` and `error_type` make the HTTP answer
     │   ├── InvalidRequestError        400  a field is wrong; names the field and its limit
     │   ├── AuthenticationError        401  no or wrong API key
@@ -30,6 +31,12 @@ class ConfigError(PurefillError):
     """A setting is wrong. The message is one line that names the setting and its limit."""
 
     label = "config"
+
+
+class ModelFetchError(PurefillError):
+    """A model cannot be downloaded or converted. The message is one line; trying again may help."""
+
+    label = "model_fetch"
 
 
 class StaleLeaseError(PurefillError):
@@ -122,6 +129,6 @@ def _request_errors(base: type[RequestError]) -> list[type[RequestError]]:
 
 
 def request_error(label: str, message: str) -> RequestError:
-    """Make the `RequestError` whose label is `label`, as when an error crossed a process boundary by its label."""
+    """Make the `RequestError` whose label is `label`, as when an error crossed a process boundary."""
     classes = {cls.label: cls for cls in _request_errors(RequestError)}
     return classes.get(label, RequestError)(message)

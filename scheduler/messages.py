@@ -1,9 +1,9 @@
 """Messages between purefill's actors. Every one is a frozen dataclass; times are in seconds, sizes in bytes.
 
-    ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
-    ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
-                                   Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
-                                   Scheduler ◄─StepReport───── DecodeWorker
+ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
+ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
+                               Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
+                               Scheduler ◄─StepReport───── DecodeWorker
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
+
+RAY_NAMESPACE = "purefill"
+"""Ray namespace of all actors."""
+SCHEDULER_NAME = "scheduler"
+"""Name of the Scheduler actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +181,36 @@ class StepReport:
     seconds: float
     events: tuple[TokenEvent, ...]
     """Tokens of the step, of all requests."""
-    released: tuple[tuple[str, int], ...]
-    """(request id, lease epoch) of sequences whose pages the worker touches no more."""
+    released: tuple[SequenceRef, ...]
+    """Sequences whose pages the worker touches no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRef:
+    """A sequence at a decode worker, under one lease."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a prefill or decode worker is started with."""
+
+    name: str
+    model_name: str
+    model_folder: str
+    dtype: str
+    device: str
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int
+    kv_memory_bytes: int | None
+    """Size of the KV pool; None lets the decode worker choose."""
+    capture_tokens: tuple[int, ...]
+    capture_slots: tuple[int, ...]
+    num_threads: int
+    """CPU threads of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,200 @@
+"""The static input of a graph: one int32 buffer that holds all metadata of a padded batch.
+
+The host packs a batch into one (pinned) buffer and copies it in one go; everything else is derived on the
+device inside the graph. `BatchLayout` is the formula for the size, `HostBatch` writes, `BatchInputs` reads.
+
+With T token positions, S slots, P pages per slot and B banned tokens per slot, the buffer holds, in words of
+4 bytes::
+
+    token_ids      T        query_starts   S + 1    num_cached     S        page_table   S * P
+    temperature    S  (f32) top_p          S  (f32) top_k          S        banned_ids   S * B
+    seed           2 S      output_index   S
+
+so ``num_words = T + S * (P + B + 8) + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from graphs.buckets import Bucket
+
+SCRATCH_PAGE = 0
+"""The page that pad positions write to and that nobody reads."""
+MAX_BANNED_IDS = 16
+"""Most token ids that may be banned for one sequence at one position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """Where each field of a padded batch lies in its buffer."""
+
+    bucket: Bucket
+    pages_per_slot: int
+    page_size: int
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the fields in 4-byte words, in the order in which they lie in the buffer."""
+        tokens, slots = self.bucket.num_tokens, self.bucket.num_slots
+        return {
+            "seed": (slots, 2),  # first, so that it is aligned to 8 bytes
+            "token_ids": (tokens,),
+            "query_starts": (slots + 1,),
+            "num_cached": (slots,),
+            "page_table": (slots, self.pages_per_slot),
+            "temperature": (slots,),
+            "top_p": (slots,),
+            "top_k": (slots,),
+            "banned_ids": (slots, MAX_BANNED_IDS),
+            "output_index": (slots,),
+        }
+
+    @property
+    def num_words(self) -> int:
+        """Words of 4 bytes in the buffer."""
+        tokens, slots = self.bucket.num_tokens, self.bucket.num_slots
+        return tokens + slots * (self.pages_per_slot + MAX_BANNED_IDS + 8) + 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return 4 * self.num_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInput:
+    """One sequence of a batch: the tokens to compute now, and what it needs to attend and to sample."""
+
+    token_ids: Sequence[int]
+    num_cached: int
+    """Tokens of the sequence whose KV is already in its pages."""
+    page_ids: Sequence[int]
+    """Its pages, in order; they hold `num_cached + len(token_ids)` tokens or more."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    output_index: int = 0
+    """How many tokens the request has produced: the place in its random stream."""
+    banned_ids: Sequence[int] = ()
+    """At most `MAX_BANNED_IDS` tokens that must not be chosen."""
+
+
+class HostBatch:
+    """A host buffer of one layout. `pack` fills it for a batch; every word of it is written each time."""
+
+    def __init__(self, layout: BatchLayout, *, pinned: bool = False) -> None:
+        self.layout = layout
+        self.tensor = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=pinned)
+        words = self.tensor.numpy()
+        self._fields: dict[str, np.ndarray] = {}
+        offset = 0
+        for name, shape in layout.fields.items():
+            size = int(np.prod(shape))
+            self._fields[name] = words[offset : offset + size].reshape(shape)
+            offset += size
+        self._seed = self._fields["seed"].reshape(-1).view(np.int64)
+        self._temperature = self._fields["temperature"].view(np.float32)
+        self._top_p = self._fields["top_p"].view(np.float32)
+
+    def pack(self, slots: Sequence[SlotInput]) -> None:
+        """Write a batch, padded: pad tokens belong to no sequence, unused slots are zero-length sequences.
+
+        Raises `ValueError` if the batch does not fit the layout.
+        """
+        tokens, num_slots = self.layout.bucket.num_tokens, self.layout.bucket.num_slots
+        lengths = [len(slot.token_ids) for slot in slots]
+        if len(slots) > num_slots or sum(lengths) > tokens:
+            raise ValueError(
+                f"{len(slots)} sequences of {sum(lengths)} tokens do not fit bucket {self.layout.bucket}"
+            )
+        self.tensor.zero_()
+        fields = self._fields
+        fields["banned_ids"].fill(-1)
+        fields["query_starts"][1 : len(slots) + 1] = np.cumsum(lengths)
+        fields["query_starts"][len(slots) + 1 :] = sum(lengths)
+        start = 0
+        for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            fields["token_ids"][start : start + length] = slot.token_ids
+            fields["num_cached"][i] = slot.num_cached
+            fields["page_table"][i, : len(slot.page_ids)] = slot.page_ids
+            fields["top_k"][i] = slot.top_k
+            fields["output_index"][i] = slot.output_index
+            fields["banned_ids"][i, : len(slot.banned_ids)] = slot.banned_ids
+            self._temperature[i] = slot.temperature
+            self._top_p[i] = slot.top_p
+            self._seed[i] = slot.seed
+            start += length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInputs:
+    """A batch as the forward pass sees it. Views of one static buffer; the rest is derived from them.
+
+    T token positions and S slots, padding included; all int32 unless said otherwise.
+    """
+
+    token_ids: torch.Tensor  # [T]
+    query_starts: torch.Tensor  # [S + 1]
+    num_cached: torch.Tensor  # [S]
+    page_table: torch.Tensor  # [S, P]
+    temperature: torch.Tensor  # [S] float32
+    top_p: torch.Tensor  # [S] float32
+    top_k: torch.Tensor  # [S]
+    seed: torch.Tensor  # [S] int64
+    output_index: torch.Tensor  # [S]
+    banned_ids: torch.Tensor  # [S, B], -1 where there is none
+    page_size: int
+
+    @classmethod
+    def of(cls, layout: BatchLayout, buffer: torch.Tensor) -> BatchInputs:
+        """Make the views of `buffer`, an int32 tensor of ``[layout.num_words]``."""
+        views: dict[str, torch.Tensor] = {}
+        offset = 0
+        for name, shape in layout.fields.items():
+            size = int(np.prod(shape))
+            views[name] = buffer[offset : offset + size].view(shape)
+            offset += size
+        views["temperature"] = views["temperature"].view(torch.float32)
+        views["top_p"] = views["top_p"].view(torch.float32)
+        views["seed"] = views["seed"].view(torch.int64).view(-1)
+        return cls(**views, page_size=layout.page_size)
+
+    def derive(self) -> DerivedInputs:
+        """Compute what follows from the packed fields. Runs inside the graph; no shape depends on a value."""
+        num_tokens, num_slots = self.token_ids.shape[0], self.num_cached.shape[0]
+        index = torch.arange(num_tokens, dtype=torch.int32, device=self.token_ids.device)
+        ends = self.query_starts[1:]
+        # The slot of each token; pad tokens lie behind every end.
+        slot = torch.searchsorted(ends, index, right=True)
+        is_pad = slot >= num_slots
+        slot = slot.clamp(max=num_slots - 1)
+        positions = index - self.query_starts[slot] + self.num_cached[slot]
+        positions = torch.where(is_pad, 0, positions)
+        pages = self.page_table[slot, positions // self.page_size]
+        kv_slots = pages * self.page_size + positions % self.page_size
+        scratch = SCRATCH_PAGE * self.page_size + index % self.page_size
+        query_lens = ends - self.query_starts[:-1]
+        return DerivedInputs(
+            positions=positions,
+            kv_slots=torch.where(is_pad, scratch, kv_slots).long(),
+            kv_lens=torch.where(query_lens > 0, self.num_cached + query_lens, 0),
+            last_token=(ends - 1).clamp(min=0).long(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedInputs:
+    """What the forward pass needs besides the packed fields."""
+
+    positions: torch.Tensor  # [T] int32, place of each token in its sequence; 0 for pads
+    kv_slots: (
+        torch.Tensor
+    )  # [T] int64, where its KV goes: page * page_size + offset; the scratch page for pads
+    kv_lens: torch.Tensor  # [S] int32, tokens of each sequence after this pass; 0 for unused slots
+    last_token: torch.Tensor  # [S] int64, index of each slot's last token in [T]

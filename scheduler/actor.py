@@ -1,0 +1,168 @@
+"""The Scheduler actor: carries messages between `SchedulerCore` and the other actors, and owns the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from scheduler.batching.former import BatchFormer
+from scheduler.core import (
+    Action,
+    QueueLimits,
+    SchedulerCore,
+    SendDecodeCancel,
+    SendDecodeStarts,
+    SendEvents,
+    SendPrefill,
+)
+from scheduler.messages import (
+    RAY_NAMESPACE,
+    DecodeWorkerInfo,
+    PrefillWorkerInfo,
+    Rejection,
+    Request,
+    StepReport,
+)
+from scheduler.metrics import SchedulerMetrics
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the Scheduler actor is started with."""
+
+    max_batch_requests: int
+    batch_timeout_s: float
+    max_batch_tokens: int | None
+    queue_limits: QueueLimits
+    log_level: str = "info"
+
+
+class Scheduler:
+    """The one owner of the queue and of every request's state. Never sees a tensor, never blocks."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
+        former = BatchFormer(
+            max_requests=config.max_batch_requests,
+            timeout_s=config.batch_timeout_s,
+            max_tokens=config.max_batch_tokens,
+        )
+        self._metrics = SchedulerMetrics()
+        self._core = SchedulerCore(former, config.queue_limits, self._metrics)
+        self._handles: dict[str, Any] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return "Scheduler"
+
+    async def start(
+        self, decode: tuple[DecodeWorkerInfo, ...], prefill: tuple[PrefillWorkerInfo, ...]
+    ) -> None:
+        """Take the workers into service; from now on requests are accepted."""
+        for decode_info in decode:
+            self._core.add_decode_worker(decode_info)
+            self._spawn(self._watch_decode(decode_info.name))
+        for prefill_info in prefill:
+            self._core.add_prefill_worker(prefill_info)
+
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
+        """Accept each group of requests whole or not at all; return why not, one entry a group."""
+        now = time.monotonic()
+        rejections = tuple(self._core.submit(group, now) for group in groups)
+        self._pump()
+        return rejections
+
+    async def cancel(self, request_ids: tuple[str, ...]) -> None:
+        """End requests on their clients' wish. Ids of requests that have ended are passed over."""
+        now = time.monotonic()
+        for request_id in request_ids:
+            self._core.cancel(request_id, now)
+        self._pump()
+
+    async def step_done(self, report: StepReport) -> None:
+        """A decode worker made a step."""
+        self._core.step_done(report, time.monotonic())
+        self._pump()
+
+    async def stop(self) -> None:
+        """Watch nobody any more: the workers are about to be ended on purpose."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def metrics(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        return self._metrics.render(self._core)
+
+    def _pump(self) -> None:
+        """Carry out what the core wants, and call again when it next wants something."""
+        now = time.monotonic()
+        for action in self._core.tick(now):
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self._core.wake_at()
+        if wake_at is not None and wake_at > now:
+            self._timer = asyncio.get_running_loop().call_later(wake_at - now, self._pump)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendPrefill():
+                self._spawn(self._prefill(action))
+            case SendDecodeStarts(worker=worker, starts=starts):
+                self._handle(worker).add.remote(starts)
+            case SendDecodeCancel(worker=worker, refs=refs):
+                self._handle(worker).cancel.remote(refs)
+            case SendEvents(api_server=api_server, events=events):
+                self._handle(api_server).deliver.remote(events)
+
+    async def _prefill(self, action: SendPrefill) -> None:
+        """Have a batch computed, and tell the core what became of it."""
+        try:
+            result = await self._handle(action.worker).prefill.remote(action.batch)
+        except RayActorError:
+            _LOG.error("%s died with batch %d", action.worker, action.batch.batch_id)
+            self._core.worker_lost(action.worker, time.monotonic())
+        except RayError as error:
+            message = f"{action.worker} failed: {_cause(error)}"
+            _LOG.exception("batch %d: %s", action.batch.batch_id, message)
+            self._core.prefill_failed(action.worker, message, time.monotonic())
+        else:
+            self._core.prefill_done(result, time.monotonic())
+        self._pump()
+
+    async def _watch_decode(self, worker: str) -> None:
+        """Run a decode worker's loop for as long as it lives."""
+        try:
+            await self._handle(worker).run.remote()
+        except RayError as error:
+            _LOG.error("%s stopped: %s", worker, _cause(error))
+            self._core.worker_lost(worker, time.monotonic())
+            self._pump()
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+        return self._handles[name]
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        # asyncio itself keeps no reference to a running task.
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _cause(error: RayError) -> str:
+    """Return the last line of an error from another process: its own message, without the traceback."""
+    return str(error).strip().splitlines()[-1]

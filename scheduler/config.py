@@ -1,0 +1,290 @@
+"""The settings of `purefill serve`: what each one means, its default and its limits."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from graphs.buckets import default_token_ladder
+from scheduler.errors import ConfigError
+from scheduler.models import LoadFormat
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+_SIZE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _parse_size(value: object) -> object:
+    """Return bytes for a text such as ``4GiB``; anything else is left to the type check."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+    if match is None or match[2] not in _SIZE_UNITS:
+        raise ValueError("must be a size such as 4GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def _parse_json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"must be JSON ({error})") from None
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=1, le=1024)]
+Size = Annotated[int, Field(ge=1), BeforeValidator(_parse_size)]
+CaptureSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+
+
+class GraphConfig(BaseModel):
+    """Which prefill graphs are captured."""
+
+    model_config = _FROZEN
+
+    use_cudagraph: bool = True
+    """False computes every batch eagerly."""
+    capture_tokens: CaptureSizes | None = None
+    """Token buckets. None: a ladder up to `max_capture_tokens`."""
+    capture_slots: CaptureSizes | None = None
+    """Sequences per graph. None: chosen from `max_batch_requests`."""
+
+
+class GraphOptimizationConfig(BaseModel):
+    """FastDeploy's names for the same settings."""
+
+    model_config = _FROZEN
+
+    use_cudagraph: bool = True
+    cudagraph_only_prefill: Literal[True] = True
+    """FastDeploy's other choice, graphs for decode instead of prefill, does not exist here."""
+    cudagraph_capture_sizes_prefill: CaptureSizes | None = None
+    max_capture_shape_prefill: Annotated[int, Field(ge=1)] | None = None
+
+    def to_graph_config(self) -> GraphConfig:
+        """Return the same settings in our names. Sizes above `max_capture_shape_prefill` are left out."""
+        sizes, most = self.cudagraph_capture_sizes_prefill, self.max_capture_shape_prefill
+        if most is not None:
+            kept = tuple(size for size in sizes or () if size <= most)
+            sizes = kept or default_token_ladder(most)
+        return GraphConfig(use_cudagraph=self.use_cudagraph, capture_tokens=sizes)
+
+
+class ServeConfig(BaseModel):
+    """All settings of one service. Raises `ConfigError`, in one line, if one is wrong.
+
+    The options of the command line, the keys of the YAML file and the PUREFILL_ variables are these fields.
+    """
+
+    model_config = _FROZEN
+
+    model: str = Field("smollm2-135m", min_length=1, description="a folder, a hub id or smollm2-135m")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces"
+    )
+    port: Port = Field(8000, description="port of the API; 0 takes a free one")
+    metrics_port: Port | None = Field(None, description="port of /metrics, if not the API's own")
+    max_batch_requests: Count = Field(8, description="prompts of a full prefill batch")
+    batch_timeout_ms: float = Field(
+        20.0, ge=0, le=60_000, description="longest that a prompt is held for others to join its batch"
+    )
+    batch_policy: Literal["fixed", "adaptive"] = Field("fixed", description="how long prompts are held")
+    max_batch_tokens: int | None = Field(
+        None, ge=1, description="tokens of waiting prompts that make a batch full, besides their number"
+    )
+    prefill_workers: Count = Field(1, description="prefill worker processes")
+    decode_workers: Count = Field(1, description="decode worker processes")
+    api_servers: Count = Field(1, description="API server processes")
+    tensor_parallel_size: Count = Field(1, description="GPUs that share one copy of the model")
+    max_num_seqs: int = Field(
+        64, ge=1, le=65_536, description="sequences that one decode worker runs at once"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt and answer together, in tokens, if less than the model's own"
+    )
+    max_capture_tokens: int | None = Field(
+        None, ge=1, description="tokens of the largest prefill graph; unset: 512"
+    )
+    graph_optimization_config: Annotated[GraphOptimizationConfig | None, BeforeValidator(_parse_json)] = (
+        Field(None, description="the same in FastDeploy's keys")
+    )
+    graph_config: Annotated[GraphConfig, BeforeValidator(_parse_json)] = Field(
+        GraphConfig(),
+        validate_default=True,
+        description='JSON such as {"use_cudagraph": true, "capture_tokens": [64, 512], "capture_slots": [8]}',
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of weights and KV pages; auto: the model's own"
+    )
+    load_format: LoadFormat = Field("auto", description="dummy fills the model with random weights")
+    kv_memory: Size | None = Field(
+        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB"
+    )
+    journal: str = Field(
+        "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
+    )
+    api_key: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        repr=False,
+        description="key that clients must send; may be repeated (PUREFILL_API_KEYS: comma separated)",
+    )
+    max_queued_requests: int = Field(1024, ge=1, description="waiting requests beyond which new ones get 429")
+    max_queued_tokens: int = Field(
+        1_048_576, ge=1, description="tokens of waiting prompts beyond which new ones get 429"
+    )
+    drain_timeout_s: float = Field(
+        0.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
+    )
+    ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
+    usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    dashboard_port: Port = Field(0, description="port of the Ray dashboard; 0: 8265 or the next free one")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: object) -> object:
+        return [key.strip() for key in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("journal")
+    @classmethod
+    def _check_journal(cls, value: str) -> str:
+        if value != "memory" and not re.match(r"rediss?://.", value):
+            raise ValueError("must be memory or redis://HOST:PORT")
+        return value
+
+    @field_validator("graph_config")
+    @classmethod
+    def _take_fastdeploy_keys(cls, value: GraphConfig, info: ValidationInfo) -> GraphConfig:
+        other = info.data.get("graph_optimization_config")
+        if other is None:
+            return value
+        if value != GraphConfig():
+            raise ConfigError("graph_config and graph_optimization_config cannot both be set")
+        mapped: GraphConfig = other.to_graph_config()
+        return mapped
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_batch_requests > self.max_num_seqs:
+            raise ConfigError(
+                f"max_batch_requests must be <= max_num_seqs, which is {self.max_num_seqs}, "
+                f"got {self.max_batch_requests}"
+            )
+        if self.max_capture_tokens is not None and self.graph_config.capture_tokens is not None:
+            raise ConfigError("max_capture_tokens and graph_config.capture_tokens cannot both be set")
+        if self.max_model_len is not None and self.max_queued_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_queued_tokens must be >= max_model_len, which is {self.max_model_len}, "
+                f"got {self.max_queued_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_comes_later(self) -> Self:
+        """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
+        later = {
+            "batch_policy must be fixed, adaptive comes later": self.batch_policy != "fixed",
+            "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
+            "journal must be memory, a Redis journal comes later": self.journal != "memory",
+            "metrics_port must be the API's port, one of its own comes later": (
+                self.metrics_port not in (None, self.port)
+            ),
+            "drain_timeout_s must be 0, draining comes later": self.drain_timeout_s != 0,
+            "graph_config.use_cudagraph must be true, eager prefill comes later": (
+                not self.graph_config.use_cudagraph
+            ),
+        }
+        for message, asked in later.items():
+            if asked:
+                raise ConfigError(message)
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _fail_in_one_line(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        sources = info.context or {}
+        if isinstance(data, Mapping):
+            for name, value in data.items():
+                # pydantic would take true for 1
+                if isinstance(value, bool) and name in cls.model_fields and name != "usage_stats":
+                    raise ConfigError(f"{name} must not be true or false, got {value}{_from(sources, name)}")
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, sources)) from None
+
+
+_LIMITS = {
+    "greater_than_equal": "must be >= {ge:g}",
+    "less_than_equal": "must be <= {le:g}",
+    "literal_error": "must be {expected}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "value_error": "{error}",
+}
+_TYPES = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be text",
+    "tuple": "must be a list",
+    "model": "must be a JSON object",
+}
+
+
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): ServeConfig,
+    ("graph_config",): GraphConfig,
+    ("graph_optimization_config",): GraphOptimizationConfig,
+}
+_SECRET = ("api_key", "journal")
+"""Fields that may hold a password: no message shows their value."""
+
+
+def _from(sources: Mapping[str, str], field: str) -> str:
+    return f" ({sources[field]})" if field in sources else ""
+
+
+def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """Return one line for the first thing that is wrong: the field, its limit, the value, and who set it."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    field, origin = ".".join(path), _from(sources, path[0])
+    if first["type"] == "extra_forbidden":
+        kind = f"key in {path[0]}:" if path[1:] else "setting"
+        return unknown_name(kind, path[-1], _SECTIONS[tuple(path[:-1])].model_fields) + origin
+    if first["type"] in _LIMITS:
+        limit = _LIMITS[first["type"]].format(**first.get("ctx", {}))
+    else:
+        limit = _TYPES.get(first["type"].split("_")[0], first["msg"])
+    value = first["input"]
+    is_number = first["type"] in ("greater_than_equal", "less_than_equal")
+    got = "" if path[0] in _SECRET else f", got {value}" if is_number else f", got {value!r}"
+    return f"{field} {limit}{got}{origin}"
+
+
+def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
+    """Return the message for a name that nothing has, and which of the `known` ones may have been meant."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {kind} {name}" + (f"; did you mean {close[0]}?" if close else "")

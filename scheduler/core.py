@@ -1,0 +1,404 @@
+"""The scheduler without any I/O: every request's state, the queue, the leases and the workers.
+
+The actor in `scheduler.actor` and the simulator both drive this class. They tell it what happened and when, and
+carry out the actions that it returns.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
+from scheduler.errors import InvalidRequestError, OverloadedError, UnavailableError, WorkerFailedError
+from scheduler.messages import (
+    DecodeStart,
+    DecodeWorkerInfo,
+    Lease,
+    PrefillBatch,
+    PrefillItem,
+    PrefillOutcome,
+    PrefillResult,
+    PrefillWorkerInfo,
+    Rejection,
+    Request,
+    SequenceRef,
+    StepReport,
+    TokenEvent,
+    TokenEvents,
+)
+from scheduler.pages import PageLedger, epochs
+
+
+class RequestState(enum.Enum):
+    """Where a live request is. One that has ended is in the scheduler no more."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPrefill:
+    """Action: send a batch to a prefill worker."""
+
+    worker: str
+    batch: PrefillBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecodeStarts:
+    """Action: let a decode worker go on with prefilled sequences."""
+
+    worker: str
+    starts: tuple[DecodeStart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecodeCancel:
+    """Action: let a decode worker drop sequences."""
+
+    worker: str
+    refs: tuple[SequenceRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendEvents:
+    """Action: tell an ApiServer what became of its requests."""
+
+    api_server: str
+    events: TokenEvents
+
+
+Action = SendPrefill | SendDecodeStarts | SendDecodeCancel | SendEvents
+
+
+class Observer(Protocol):
+    """Told of what happens, for metrics and logs. All times are in seconds."""
+
+    def rejected(self, label: str) -> None:
+        """A request was not accepted."""
+
+    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
+        """A batch leaves for a prefill worker."""
+
+    def prefilled(self, result: PrefillResult) -> None:
+        """A batch came back."""
+
+    def first_token(self, waited_s: float) -> None:
+        """A request has its first token, `waited_s` after its arrival."""
+
+    def stepped(self, report: StepReport) -> None:
+        """A decode worker made a step."""
+
+    def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
+        """A request ended: ``stop``, ``length``, ``cancelled``, or the label of an error."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A live request."""
+
+    request: Request
+    arrival_time: float
+    state: RequestState = RequestState.WAITING
+    lease: Lease | None = None
+    num_outputs: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _PrefillWorker:
+    info: PrefillWorkerInfo
+    batch: PrefillBatch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """How much may wait before new requests are turned away."""
+
+    max_requests: int
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Actions not yet taken, with those for one receiver merged into one message."""
+
+    prefills: list[SendPrefill] = field(default_factory=list)
+    starts: defaultdict[str, list[DecodeStart]] = field(default_factory=lambda: defaultdict(list))
+    cancels: defaultdict[str, list[SequenceRef]] = field(default_factory=lambda: defaultdict(list))
+    events: defaultdict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self) -> list[Action]:
+        """Return all actions and forget them."""
+        actions: list[Action] = list(self.prefills)
+        actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
+        actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
+        actions += [
+            SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
+            for a, e in self.events.items()
+        ]
+        for part in (self.prefills, self.starts, self.cancels, self.events):
+            part.clear()
+        return actions
+
+
+class SchedulerCore:
+    """Owns every live request from its acceptance to its end, and the pages leased to it.
+
+    Call what happened (`submit`, `cancel`, `prefill_done`, ...), then `tick` for the actions that follow.
+    """
+
+    def __init__(self, former: BatchFormer, limits: QueueLimits, observer: Observer) -> None:
+        self._former = former
+        self._limits = limits
+        self._observer = observer
+        self._entries: dict[str, _Entry] = {}
+        self._prefill: dict[str, _PrefillWorker] = {}
+        self._ledgers: dict[str, PageLedger] = {}
+        self._epochs = epochs()
+        self._num_batches = 0
+        self._outbox = _Outbox()
+
+    # What others may look at.
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._former)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests in the queue."""
+        return self._former.num_tokens
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._entries)
+
+    @property
+    def ledgers(self) -> Iterable[PageLedger]:
+        """The page ledger of each decode worker."""
+        return self._ledgers.values()
+
+    def wake_at(self) -> float | None:
+        """Return when `tick` must be called if nothing happens before, or None."""
+        return self._former.wake_at() if self._idle_worker() is not None else None
+
+    # What happens.
+
+    def add_prefill_worker(self, info: PrefillWorkerInfo) -> None:
+        """A prefill worker is ready."""
+        self._prefill[info.name] = _PrefillWorker(info=info)
+
+    def add_decode_worker(self, info: DecodeWorkerInfo) -> None:
+        """A decode worker is ready, with an empty pool."""
+        self._ledgers[info.name] = PageLedger(info, self._epochs)
+
+    def submit(self, group: Sequence[Request], now: float) -> Rejection | None:
+        """Accept all requests of a group, or none and say why."""
+        rejection = self._refusal(group)
+        if rejection is not None:
+            self._observer.rejected(rejection.label)
+            return rejection
+        for request in group:
+            self._entries[request.request_id] = _Entry(
+                request=request, arrival_time=now, num_outputs=len(request.output_token_ids)
+            )
+            self._enqueue(request, now)
+        return None
+
+    def cancel(self, request_id: str, now: float) -> None:
+        """End a request on its client's wish. One that is being prefilled is dropped when its batch is back."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.cancelled:
+            return
+        if entry.state is RequestState.WAITING:
+            self._former.remove(request_id)
+            self._end(entry, "cancelled", now)
+        elif entry.state is RequestState.PREFILLING:
+            entry.cancelled = True
+        else:
+            self._cancel_decode(entry)
+            self._end(entry, "cancelled", now)
+
+    def prefill_done(self, result: PrefillResult, now: float) -> None:
+        """A prefill worker finished its batch and is idle again."""
+        self._observer.prefilled(result)
+        batch = self._take_batch(result.worker)
+        for item, outcome in zip(batch.items, result.outcomes, strict=True):
+            self._prefilled(item, outcome, now)
+
+    def prefill_failed(self, worker: str, message: str, now: float) -> None:
+        """A prefill worker could not compute its batch, but lives."""
+        for item in self._take_batch(worker).items:
+            entry = self._entries[item.request.request_id]
+            self._release(entry)
+            self._fail(entry, WorkerFailedError.label, message, now)
+
+    def step_done(self, report: StepReport, now: float) -> None:
+        """A decode worker made a step."""
+        self._observer.stepped(report)
+        for event in report.events:
+            entry = self._entries.get(event.request_id)
+            if entry is None:
+                continue  # Cancelled in the meantime.
+            entry.num_outputs = max(entry.num_outputs, event.index + (event.token_id is not None))
+            outcome = event.error_label or event.finish_reason
+            if outcome is not None:
+                self._end(entry, outcome, now)
+        if report.worker in self._ledgers:
+            for ref in report.released:
+                self._ledgers[report.worker].release(ref)
+
+    def worker_lost(self, name: str, now: float) -> None:
+        """A worker died. What it held fails."""
+        message = f"{name} died"
+        if name in self._prefill:
+            if self._prefill[name].batch is not None:
+                self.prefill_failed(name, message, now)
+            del self._prefill[name]
+        elif self._ledgers.pop(name, None) is not None:
+            for entry in [e for e in self._entries.values() if e.lease and e.lease.decode_worker == name]:
+                # A batch in prefill still comes back, and is dropped then.
+                if entry.state is RequestState.DECODING:
+                    self._fail(entry, WorkerFailedError.label, message, now)
+        if not self._prefill or not self._ledgers:
+            for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
+                self._former.remove(entry.request.request_id)
+                self._fail(entry, UnavailableError.label, "no worker is left to serve the request", now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Form the batches that are due for idle workers; return all actions since the last call."""
+        while (worker := self._idle_worker()) is not None and self._ledgers:
+            ledger = max(self._ledgers.values(), key=lambda led: (led.free_sequences > 0, led.free_pages))
+            formed = self._former.form(
+                now, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
+            )
+            if formed is None:
+                break
+            self._dispatch(worker, ledger, formed, now)
+        return self._outbox.take()
+
+    # How it is done.
+
+    def _refusal(self, group: Sequence[Request]) -> Rejection | None:
+        """Return why a group cannot be accepted, or None."""
+        first = group[0].request_id
+        if not self._prefill or not self._ledgers:
+            return Rejection(request_id=first, label=UnavailableError.label, message="no worker is ready")
+        for request in group:
+            most = max(ledger.num_pages * ledger.page_size for ledger in self._ledgers.values())
+            if request.max_total_tokens > most:
+                return Rejection(
+                    request_id=request.request_id,
+                    label=InvalidRequestError.label,
+                    param="max_tokens",
+                    message=f"prompt and max_tokens must be <= {most} tokens together, the size of the KV pool, "
+                    f"got {request.max_total_tokens}",
+                )
+            if request.request_id in self._entries:
+                return Rejection(
+                    request_id=request.request_id,
+                    label=InvalidRequestError.label,
+                    param="request_id",
+                    message=f"request_id {request.request_id} is in use",
+                )
+        num_tokens = sum(request.num_prefill_tokens for request in group)
+        if (
+            self.num_waiting + len(group) > self._limits.max_requests
+            or self.num_waiting_tokens + num_tokens > self._limits.max_tokens
+        ):
+            return Rejection(
+                request_id=first,
+                label=OverloadedError.label,
+                message=f"the queue is full: {self.num_waiting} requests of {self.num_waiting_tokens} tokens wait",
+                retry_after_s=1.0,
+            )
+        return None
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        page_size = max(ledger.page_size for ledger in self._ledgers.values())
+        self._former.add(
+            QueuedRequest(
+                request_id=request.request_id,
+                num_tokens=request.num_prefill_tokens,
+                num_pages=-(-request.max_total_tokens // page_size),
+                arrival_time=now,
+            )
+        )
+
+    def _idle_worker(self) -> str | None:
+        return next((name for name, worker in self._prefill.items() if worker.batch is None), None)
+
+    def _dispatch(self, worker: str, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
+        items: list[PrefillItem] = []
+        for queued in formed.requests:
+            entry = self._entries[queued.request_id]
+            entry.state = RequestState.PREFILLING
+            entry.lease = ledger.lease(queued.request_id, queued.num_pages)
+            items.append(PrefillItem(request=entry.request, lease=entry.lease))
+        self._num_batches += 1
+        batch = PrefillBatch(batch_id=self._num_batches, decode_worker=ledger.worker, items=tuple(items))
+        self._prefill[worker].batch = batch
+        self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
+        self._observer.batch_formed(batch.batch_id, worker, formed, now)
+
+    def _take_batch(self, worker: str) -> PrefillBatch:
+        batch = self._prefill[worker].batch
+        assert batch is not None, f"{worker} has no batch"
+        self._prefill[worker].batch = None
+        return batch
+
+    def _prefilled(self, item: PrefillItem, outcome: PrefillOutcome, now: float) -> None:
+        """Go on with one request whose prefill is back: decode, or end."""
+        entry = self._entries[outcome.request_id]
+        if outcome.token_id is None:
+            self._release(entry)
+            self._fail(entry, outcome.error_label or "internal", outcome.error_message or "", now)
+            return
+        entry.num_outputs += 1
+        self._observer.first_token(now - entry.arrival_time)
+        if entry.cancelled or outcome.finish_reason is not None:
+            self._release(entry)
+            self._end(entry, outcome.finish_reason or "cancelled", now)
+        elif item.lease.decode_worker not in self._ledgers:
+            self._fail(entry, WorkerFailedError.label, f"{item.lease.decode_worker} died", now)
+        else:
+            entry.state = RequestState.DECODING
+            self._outbox.starts[item.lease.decode_worker].append(
+                DecodeStart(request=entry.request, lease=item.lease, first_token_id=outcome.token_id)
+            )
+
+    def _cancel_decode(self, entry: _Entry) -> None:
+        assert entry.lease is not None
+        ref = SequenceRef(request_id=entry.request.request_id, epoch=entry.lease.epoch)
+        self._outbox.cancels[entry.lease.decode_worker].append(ref)
+
+    def _release(self, entry: _Entry) -> None:
+        """Free the pages of a request that no worker touches any more."""
+        assert entry.lease is not None
+        ledger = self._ledgers.get(entry.lease.decode_worker)
+        if ledger is not None:
+            ledger.release(SequenceRef(request_id=entry.request.request_id, epoch=entry.lease.epoch))
+
+    def _fail(self, entry: _Entry, label: str, message: str, now: float) -> None:
+        """End a request with an error, and tell its ApiServer."""
+        self._outbox.events[entry.request.api_server].append(
+            TokenEvent(
+                request_id=entry.request.request_id,
+                index=entry.num_outputs,
+                error_label=label,
+                error_message=message,
+            )
+        )
+        self._end(entry, label, now)
+
+    def _end(self, entry: _Entry, outcome: str, now: float) -> None:
+        del self._entries[entry.request.request_id]
+        self._observer.ended(entry.request, outcome, entry.num_outputs, now - entry.arrival_time)

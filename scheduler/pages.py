@@ -1,0 +1,70 @@
+"""Who may use which KV pages: the scheduler's ledger of each decode worker's pool. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler.messages import DecodeWorkerInfo, Lease, SequenceRef
+
+
+def epochs(first: int = 1) -> Iterator[int]:
+    """Yield lease epochs: each larger than all before it."""
+    epoch = first
+    while True:
+        yield epoch
+        epoch += 1
+
+
+class PageLedger:
+    """Owns the allocation of one decode worker's pages and sequence slots. Every operation is O(pages touched).
+
+    The decode worker owns the memory; which request may use a page is a scheduling decision, so it is made here,
+    without a round trip, and before the prefill is sent.
+    """
+
+    def __init__(self, info: DecodeWorkerInfo, epoch_source: Iterator[int]) -> None:
+        self.worker = info.name
+        self.page_size = info.pool.page_size
+        self.num_pages = info.pool.num_pages - 1
+        """Pages that can be leased: all but the scratch page 0."""
+        self._max_sequences = info.max_num_seqs
+        self._epochs = epoch_source
+        # Taken from the end, so that a fresh pool gives out ascending, consecutive pages.
+        self._free = list(range(self.num_pages, 0, -1))
+        self._leases: dict[SequenceRef, Lease] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody has leased."""
+        return len(self._free)
+
+    @property
+    def free_sequences(self) -> int:
+        """Sequences that may still be leased pages."""
+        return self._max_sequences - len(self._leases)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def lease(self, request_id: str, num_pages: int) -> Lease:
+        """Lease pages to a request under a new epoch. The caller has seen that they are free."""
+        assert num_pages <= self.free_pages, (num_pages, self.free_pages)
+        assert self.free_sequences > 0
+        page_ids = tuple(self._free.pop() for _ in range(num_pages))
+        lease = Lease(decode_worker=self.worker, epoch=next(self._epochs), page_ids=page_ids)
+        self._leases[SequenceRef(request_id=request_id, epoch=lease.epoch)] = lease
+        return lease
+
+    def release(self, ref: SequenceRef) -> bool:
+        """End a lease and free its pages. Returns False if it had ended already."""
+        lease = self._leases.pop(ref, None)
+        if lease is None:
+            return False
+        self._free.extend(reversed(lease.page_ids))
+        return True

@@ -1,0 +1,301 @@
+"""`purefill serve`: starts Ray and all actors, says what it started, and stops everything again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from graphs.buckets import default_token_ladder
+from scheduler.actor import Scheduler, SchedulerConfig
+from scheduler.api.server import ApiServer, ApiServerConfig
+from scheduler.config import ServeConfig
+from scheduler.core import QueueLimits
+from scheduler.errors import ConfigError
+from scheduler.messages import (
+    RAY_NAMESPACE,
+    SCHEDULER_NAME,
+    DecodeWorkerInfo,
+    PrefillWorkerInfo,
+    WorkerConfig,
+)
+from scheduler.models import ModelFolder, resolve_model
+
+_CPU_MAX_CAPTURE_TOKENS = 512
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""The least that Ray takes: tokens travel in messages, KV in the workers' own memory."""
+
+_STOP_TIMEOUT_S = 5.0
+"""After this long, processes that should have ended by themselves are killed."""
+
+
+class _StopSignal(BaseException):
+    """Ctrl-C or SIGTERM. Not an `Exception`, so that nothing on the way handles it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningService:
+    """A service that is up."""
+
+    url: str
+    dashboard_url: str | None
+    decode: tuple[DecodeWorkerInfo, ...]
+    prefill: tuple[PrefillWorkerInfo, ...]
+
+
+def run_service(config: ServeConfig) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the exit code. Raises `ConfigError` if it cannot start."""
+    with _stop_on_signals():
+        try:
+            started = time.perf_counter()
+            config = config.model_copy(update={"port": free_port(config.host, config.port)})
+            folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
+            with start_service(config, folder) as service:
+                _print_summary(config, folder, service, time.perf_counter() - started)
+                while True:
+                    signal.pause()
+        except _StopSignal:
+            _say("stopped")
+            return 0
+
+
+@contextmanager
+def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningService]:
+    """Start Ray (or join a cluster) and all actors; stop them all on the way out."""
+    # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    import ray
+
+    context = _init_ray(config)
+    actors: list[Any] = []
+    try:
+        yield _start_actors(config, folder, context.dashboard_url, actors)
+    finally:
+        # The dashboard's own children outlive it for a moment: they must not outlive the service.
+        processes = psutil.Process().children(recursive=True)
+        _stop_actors(actors)
+        ray.shutdown()
+        _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+        for process in alive:
+            process.kill()
+
+
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
+
+    The ApiServers share their port, so one of another service would not be noticed when they bind it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
+
+
+def _init_ray(config: ServeConfig) -> Any:
+    import ray
+
+    if config.ray_address is None:
+        _say("starting Ray")
+        options: dict[str, Any] = {
+            # "local" never joins a cluster that happens to run here.
+            "address": "local",
+            "include_dashboard": True,
+            "dashboard_port": config.dashboard_port or None,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    else:
+        _say(f"joining Ray at {config.ray_address}")
+        options = {"address": config.ray_address}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        context = ray.init(namespace=RAY_NAMESPACE, logging_level=logging.ERROR, **options)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place.
+        return context
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"Ray cannot be started or joined: {error}") from error
+
+
+def _start_actors(
+    config: ServeConfig, folder: ModelFolder, dashboard_url: str | None, actors: list[Any]
+) -> RunningService:
+    """Start every actor, in the order in which they need each other; append each to `actors` at once."""
+    decode_actors = _create_workers("decode", config.decode_workers, config, folder, actors)
+    prefill_actors = _create_workers("prefill", config.prefill_workers, config, folder, actors)
+    _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
+    decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
+    pools = tuple(info.pool for info in decode)
+    _say("warming up the prefill buckets")
+    prefill = tuple(_get([actor.load.remote(pools) for actor in prefill_actors]))
+    scheduler = _create(
+        Scheduler,
+        SCHEDULER_NAME,
+        actors,
+        SchedulerConfig(
+            max_batch_requests=config.max_batch_requests,
+            batch_timeout_s=config.batch_timeout_ms / 1000,
+            max_batch_tokens=config.max_batch_tokens,
+            queue_limits=QueueLimits(
+                max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
+            ),
+            log_level=config.log_level,
+        ),
+    )
+    _get([scheduler.start.remote(decode, prefill)])
+    servers = [
+        _create(ApiServer, f"api-{i}", actors, _api_config(config, folder, decode[0], f"api-{i}"))
+        for i in range(config.api_servers)
+    ]
+    urls = _get([server.start.remote() for server in servers])
+    return RunningService(
+        url=urls[0],
+        dashboard_url=f"http://{dashboard_url}" if dashboard_url else None,
+        decode=decode,
+        prefill=prefill,
+    )
+
+
+def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
+    import ray
+
+    # Actors share the machine's cores as processes do; Ray's CPU slots would only stand in the way.
+    try:
+        actor: Any = ray.remote(actor_class).options(name=name, num_cpus=0, **options).remote(config)
+    except ValueError as error:
+        raise ConfigError(f"this Ray cluster runs a purefill service already: {error}") from error
+    actors.append(actor)
+    return actor
+
+
+def _create_workers(
+    pool: str, count: int, config: ServeConfig, folder: ModelFolder, actors: list[Any]
+) -> list[Any]:
+    (entry_point,) = entry_points(group="purefill.workers", name=pool)
+    actor_class = entry_point.load()
+    # A decode worker's `run` occupies a thread for good, the others come and go.
+    options = {"max_concurrency": 4} if pool == "decode" else {}
+    return [
+        _create(actor_class, f"{pool}-{i}", actors, _worker_config(config, folder, f"{pool}-{i}"), **options)
+        for i in range(count)
+    ]
+
+
+def _worker_config(config: ServeConfig, folder: ModelFolder, name: str) -> WorkerConfig:
+    graphs = config.graph_config
+    max_tokens = config.max_capture_tokens or _CPU_MAX_CAPTURE_TOKENS
+    return WorkerConfig(
+        name=name,
+        model_name=folder.name,
+        model_folder=str(folder.path),
+        dtype=config.dtype,
+        device=config.device,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_bytes=config.kv_memory,
+        capture_tokens=graphs.capture_tokens or default_token_ladder(max_tokens),
+        capture_slots=graphs.capture_slots or (config.max_batch_requests,),
+        num_threads=os.cpu_count() or 1,
+    )
+
+
+def _api_config(
+    config: ServeConfig, folder: ModelFolder, decode: DecodeWorkerInfo, name: str
+) -> ApiServerConfig:
+    return ApiServerConfig(
+        name=name,
+        host=config.host,
+        port=config.port,
+        model_folder=str(folder.path),
+        model=decode.model,
+        api_keys=config.api_key,
+    )
+
+
+def _get(refs: list[Any]) -> list[Any]:
+    """Wait for actors' answers. Raises the `ConfigError` of the first that refuses, without Ray's traceback."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return list(ray.get(refs))
+    except RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise ConfigError(str(error.cause)) from error
+        raise
+    except RayActorError as error:
+        raise ConfigError(f"a process died while it started: {error}") from error
+
+
+def _stop_actors(actors: list[Any]) -> None:
+    """End all actors: those that can, in their own way first, so that open connections get an answer."""
+    import ray
+    from ray.exceptions import RayError
+
+    stopping = [actor.stop.remote() for actor in reversed(actors) if hasattr(actor, "stop")]
+    with suppress(RayError):
+        ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT_S)
+    for actor in reversed(actors):
+        ray.kill(actor)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `_StopSignal` in the main thread, and ignore the ones after it."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _StopSignal
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(f"purefill: {line}", file=sys.stderr, flush=True)
+
+
+def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
+    """Print what runs, in a few lines."""
+    decode, prefill = service.decode[0], service.prefill[0]
+    model, pool = decode.model, decode.pool
+    tokens = sorted({int(name.split("x")[0]) for name in prefill.buckets})
+    slots = sorted({int(name.split("x")[1]) for name in prefill.buckets})
+    mib = 1024 * 1024
+    rows = {
+        "model": f"{model.name}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype} on "
+        f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per worker, context {model.max_model_len}",
+        "batches": f"{config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
+        "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
+        f"{prefill.graph_bytes / mib:.1f} MiB of static buffers, warm in {prefill.warmup_seconds:.1f} s",
+        "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
+        f"{pool.size_bytes / mib:.0f} MiB by {pool.transport}, at most {decode.max_num_seqs} sequences",
+        "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker, "
+        f"{len(service.decode)} DecodeWorker",
+        "API": f"{service.url}/v1/completions",
+        "metrics": f"{service.url}/metrics",
+        "dashboard": service.dashboard_url or "none",
+    }
+    _say(f"version {version('purefill')} is ready after {seconds:.1f} s")
+    for name, value in rows.items():
+        print(f"  {name:<10}{value}", file=sys.stderr, flush=True)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.service import Service, serve
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    """The default model in float32, so that its tokens can be compared with a reference."""
+    with serve("--dtype", "float32", "--kv-memory", "1GiB") as running:
+        yield running

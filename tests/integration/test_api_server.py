@@ -1,0 +1,301 @@
+"""ApiServer actors and their client of the scheduler, over a real Ray; the scheduler itself is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+
+from scheduler.api.scheduler_client import SchedulerClient
+from scheduler.api.server import ApiServer, ApiServerConfig, listen
+from scheduler.errors import ConfigError, OverloadedError, UnavailableError
+from scheduler.messages import (
+    RAY_NAMESPACE,
+    SCHEDULER_NAME,
+    ModelInfo,
+    Rejection,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenEvents,
+)
+
+MODEL = ModelInfo(
+    name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
+)
+
+
+class ScriptedScheduler:
+    """Sends a request's own prompt back, even before it says that it accepted it. Remembers what it was asked.
+
+    A prompt that starts with 9 is refused. One that starts with 8 gets no token. One that starts with 7 is
+    accepted only after `release`.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[tuple[Request, ...], ...]] = []
+        self.cancelled: list[str] = []
+        self.changed = asyncio.Condition()
+        self.released = asyncio.Event()
+
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
+        self.groups.append(groups)
+        async with self.changed:
+            self.changed.notify_all()
+        answers = [await self._answer(group) for group in groups]
+        return tuple(answers)
+
+    async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
+        for request in group:
+            if request.prompt_token_ids[0] == 9:
+                return Rejection(
+                    request_id=request.request_id, label="overloaded", message="full", retry_after_s=7
+                )
+        for request in group:
+            if request.prompt_token_ids[0] == 7:
+                await self.released.wait()
+            elif request.prompt_token_ids[0] != 8:
+                await self._send_prompt_back(request)
+        return None
+
+    async def release(self) -> None:
+        self.released.set()
+
+    async def _send_prompt_back(self, request: Request) -> None:
+        tokens = request.prompt_token_ids
+        events = tuple(
+            TokenEvent(
+                request_id=request.request_id,
+                index=i,
+                token_id=token,
+                finish_reason="length" if i == len(tokens) - 1 else None,
+            )
+            for i, token in enumerate(tokens)
+        )
+        api_server = ray.get_actor(request.api_server, namespace=RAY_NAMESPACE)
+        await api_server.deliver.remote(TokenEvents(source="scripted", events=events))
+
+    async def cancel(self, request_ids: tuple[str, ...]) -> None:
+        self.cancelled += request_ids
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def metrics(self) -> str:
+        return "scripted_total 1\n"
+
+    async def group_sizes(self) -> list[list[int]]:
+        return [[len(group) for group in groups] for groups in self.groups]
+
+    async def wait_for_submissions(self, count: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: sum(map(len, self.groups)) >= count)
+
+    async def wait_for_cancelled(self, count: int) -> list[str]:
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.cancelled) >= count)
+        return self.cancelled
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local",
+        namespace=RAY_NAMESPACE,
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 1024 * 1024,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Any]:
+    actor: Any = ray.remote(ScriptedScheduler).options(name=SCHEDULER_NAME, num_cpus=0).remote()
+    ray.get(actor.__ray_ready__.remote())
+    yield actor
+    ray.kill(actor)
+
+
+def start_server(name: str = "api-0", port: int = 0) -> tuple[Any, str]:
+    config = ApiServerConfig(name=name, host="127.0.0.1", port=port, model_folder="/nowhere", model=MODEL)
+    actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
+    url: str = ray.get(actor.start.remote())
+    return actor, url
+
+
+@pytest.fixture
+def server(scheduler: Any) -> Iterator[tuple[Any, str]]:
+    actor, url = start_server()
+    yield actor, url
+    ray.kill(actor)
+
+
+def completion(url: str, *prompt: int, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "prompt": list(prompt), **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def request(request_id: str, *prompt: int) -> Request:
+    return Request(
+        request_id=request_id,
+        api_server="none",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=4),
+    )
+
+
+def test_tokens_that_overtake_the_answer_are_not_lost(server: tuple[Any, str]) -> None:
+    _, url = server
+    answer = completion(url, 1, 2, 3).raise_for_status().json()
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert httpx.get(f"{url}/metrics").text == "scripted_total 1\n"
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_rejection_reaches_the_client(server: tuple[Any, str]) -> None:
+    answer = completion(server[1], 9, stream=True)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert answer.json()["error"]["message"] == "full"
+
+
+def test_a_client_that_leaves_is_noticed(scheduler: Any, server: tuple[Any, str]) -> None:
+    port = int(server[1].rsplit(":", 1)[1])
+    for i, stream in enumerate((False, True)):
+        body = json.dumps({"model": "m", "prompt": [8], "n": 2, "stream": stream})
+        head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+        head.append(f"Content-Length: {len(body)}")
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall("\r\n".join([*head, "", body]).encode())
+            ray.get(scheduler.wait_for_submissions.remote(i + 1))
+    cancelled = ray.get(scheduler.wait_for_cancelled.remote(4), timeout=60)
+    assert len(set(cancelled)) == 4
+
+
+def test_two_servers_share_a_port(server: tuple[Any, str]) -> None:
+    _, url = server
+    second, second_url = start_server("api-1", port=int(url.rsplit(":", 1)[1]))
+    try:
+        assert second_url == url
+        ray.get(server[0].stop.remote())
+        assert completion(url, 1).status_code == 200
+    finally:
+        ray.kill(second)
+
+
+def test_a_port_in_use_is_a_config_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
+            listen("127.0.0.1", port)
+
+
+def test_the_name_in_the_dashboard() -> None:
+    config = ApiServerConfig(
+        name="api-0", host="127.0.0.1", port=8000, model_folder="", model=MODEL, api_keys=("secret",)
+    )
+    assert repr(ApiServer(config)) == "ApiServer(api-0, http://127.0.0.1:8000)"
+    assert "secret" not in repr(config)
+
+
+def test_stop_answers_what_is_open(scheduler: Any, server: tuple[Any, str]) -> None:
+    actor, url = server
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"model": "m", "prompt": [8]}
+            waiting = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+            await scheduler.wait_for_submissions.remote(1)
+            await actor.stop.remote()
+            return await waiting
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the service is stopping"
+    assert len(ray.get(scheduler.wait_for_cancelled.remote(1))) == 1
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
+    scheduler: Any, server: tuple[Any, str]
+) -> None:
+    url = server[1]
+
+    async def run() -> tuple[httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            plain, stream = (
+                asyncio.create_task(
+                    client.post(f"{url}/v1/completions", json={"model": "m", "prompt": [8], "stream": stream})
+                )
+                for stream in (False, True)
+            )
+            await scheduler.wait_for_submissions.remote(2)
+            ray.kill(scheduler)
+            return await plain, await stream
+
+    plain, stream = asyncio.run(run())
+    assert plain.status_code == 503
+    assert plain.json()["error"]["message"] == "the scheduler is not running"
+    error, done = stream.text.strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: ")) == plain.json()
+    assert done == "data: [DONE]"
+    assert completion(url, 1).status_code == 503
+    assert httpx.get(f"{url}/health").status_code == 503
+    assert httpx.get(f"{url}/metrics").status_code == 503
+
+
+def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
+    async def run() -> None:
+        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        results = await asyncio.gather(
+            client.submit([request("a", 8), request("b", 8)]),
+            client.submit([request("c", 8), request("d", 9)]),
+            client.submit([request("e", 8)]),
+            return_exceptions=True,
+        )
+        assert not isinstance(results[0], BaseException)
+        assert len(results[0]) == 2
+        assert isinstance(results[1], OverloadedError)
+        assert results[1].retry_after_s == 7
+        assert not isinstance(results[2], BaseException)
+        assert await scheduler.group_sizes.remote() == [[2, 2, 1]]
+
+    asyncio.run(run())
+
+
+def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(scheduler: Any) -> None:
+    async def run() -> None:
+        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        submitting = asyncio.create_task(client.submit([request("a", 7), request("b", 7)]))
+        await scheduler.wait_for_submissions.remote(1)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        await scheduler.release.remote()
+        assert await scheduler.wait_for_cancelled.remote(2) == ["a", "b"]
+
+    asyncio.run(run())
+
+
+def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
+    async def run() -> None:
+        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        ray.kill(scheduler)
+        with pytest.raises(UnavailableError):
+            await client.submit([request("a", 8)])
+        with pytest.raises(UnavailableError):
+            await client.metrics()
+        await client.cancel(["a"])
+
+    asyncio.run(run())

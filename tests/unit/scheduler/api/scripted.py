@@ -1,0 +1,145 @@
+"""The HTTP application without a service behind it: an engine whose tokens the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
+
+from scheduler.api.app import create_app
+from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+from scheduler.messages import FinishReason, ModelInfo, Request, TokenEvent, TokenEvents
+
+END = 256
+"""The end token. Tokens 0 to 255 are the bytes."""
+
+MODEL = ModelInfo(
+    name="bytes", max_model_len=64, vocab_size=300, eos_token_ids=(END,), dtype="float32", num_parameters=1
+)
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """Return a tokenizer with one token for each byte, and an end token."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder / "tokenizer.json")
+
+
+class ScriptedEngine:
+    """Accepts everything, unless `refusal` is set, and answers request number i with the text `texts[i]`.
+
+    A text is sent byte by byte, and ends for the reason `length`, or with the end token if it ends in "<end>".
+    With `texts` None, tokens come only from `send`.
+    """
+
+    def __init__(self, texts: Sequence[str] | None = None) -> None:
+        self.texts = texts
+        self.refusal: RequestError | None = None
+        self.failure: RequestError | None = None
+        self.requests: list[Request] = []
+        self.submitted = asyncio.Event()
+        self.cancelled: list[str] = []
+        self.router = TokenRouter()
+
+    @property
+    def name(self) -> str:
+        return "api-0"
+
+    @property
+    def model(self) -> ModelInfo:
+        return MODEL
+
+    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+        if self.refusal is not None:
+            raise self.refusal
+        streams = self.router.open(request.request_id for request in requests)
+        for request in requests:
+            if self.texts is not None:
+                text = self.texts[len(self.requests)]
+                token_ids = list(text.removesuffix("<end>").encode())
+                if text.endswith("<end>"):
+                    self.send(request.request_id, [*token_ids, END], finish_reason="stop")
+                else:
+                    self.send(request.request_id, token_ids, finish_reason="length")
+            self.requests.append(request)
+        self.submitted.set()
+        return streams
+
+    def send(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        start: int = 0,
+        finish_reason: FinishReason | None = None,
+    ) -> None:
+        """Deliver tokens; the first has the index `start`, the last one the finish reason."""
+        last = len(token_ids) - 1
+        events = tuple(
+            TokenEvent(
+                request_id=request_id,
+                index=start + i,
+                token_id=token_id,
+                finish_reason=finish_reason if i == last else None,
+            )
+            for i, token_id in enumerate(token_ids)
+        )
+        self.router.deliver(TokenEvents(source="decode-0", events=events))
+
+    def fail(self, request_id: str, label: str, message: str) -> None:
+        """Deliver an error."""
+        event = TokenEvent(request_id=request_id, index=0, error_label=label, error_message=message)
+        self.router.deliver(TokenEvents(source="decode-0", events=(event,)))
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        self.cancelled += self.router.close(request_ids)
+
+    async def metrics(self) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return "purefill_queue_requests 0\n"
+
+    async def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **options: Any) -> FastAPI:
+    """Return the application, with the model named as in `MODEL` unless the options say otherwise."""
+    return create_app(engine, tokenizer, **{"model_names": (MODEL.name,), **options})
+
+
+def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """Send one request and return the whole answer."""
+
+    async def exchange() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://purefill") as client:
+            return await asyncio.wait_for(client.request(method, path, **options), timeout=60)
+
+    return asyncio.run(exchange())
+
+
+def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+    """Send a completion request with these fields, and a model and prompt if they are not among them."""
+    return post(app, json.dumps({"model": MODEL.name, "prompt": "Hi", **fields}))
+
+
+def post(app: FastAPI, body: str | bytes, content_type: str = "application/json") -> httpx.Response:
+    """Send the body of a completion request as it is."""
+    return send(app, "POST", "/v1/completions", content=body, headers={"content-type": content_type})

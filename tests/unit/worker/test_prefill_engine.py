@@ -1,0 +1,102 @@
+"""Padding, poison and leases of the prefill engine, on a tiny random model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from graphs.layout import SCRATCH_PAGE
+from scheduler.messages import SamplingParams
+from tests.unit.worker.tiny_models import SHAPE, Engines, LoadTiny, prompts_of
+from worker.model import Model
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.fixture
+def model(load_tiny: LoadTiny) -> Model:
+    return load_tiny(Qwen3Config(**SHAPE, head_dim=16))[0]
+
+
+def first_tokens(engines: Engines, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[int]:
+    items = [engines.item(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    return [outcome.token_id for outcome in engines.run_prefill(items).outcomes]
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(max_tokens=4, temperature=1.5, seed=9, top_p=0.9)]
+)
+def test_a_prompts_token_is_the_same_in_any_batch_and_bucket(model: Model, sampling: SamplingParams) -> None:
+    prompts = prompts_of(5, 17, 2, 30, 9, 12)
+    alone = [first_tokens(Engines(model), [prompt], sampling)[0] for prompt in prompts]
+    for capture_tokens, capture_slots in (((128,), (8,)), ((8, 16), (2,)), ((7,), (3,))):
+        engines = Engines(model, capture_tokens=capture_tokens, capture_slots=capture_slots)
+        assert first_tokens(engines, prompts, sampling) == alone
+    assert len(set(alone)) > 3
+
+
+def test_nan_in_pages_that_a_prompt_does_not_own_or_has_not_filled_changes_nothing(model: Model) -> None:
+    prompts = prompts_of(5, 17, 40)
+    expected = Engines(model).generate(prompts, GREEDY)
+    engines = Engines(model)
+    for layer in range(len(model.kv_spec.layers)):
+        for part in engines.pool.layer(layer):
+            part.fill_(math.nan)
+    assert engines.generate(prompts, GREEDY) == expected
+
+
+def test_pads_write_to_the_scratch_page_and_to_no_other(model: Model) -> None:
+    engines = Engines(model, capture_tokens=(32,), capture_slots=(4,))
+    keys, values = engines.pool.layer(0)
+    for part in (keys, values):
+        part.fill_(math.nan)
+    item = engines.item("r", prompts_of(10)[0], GREEDY)
+    result = engines.run_prefill([item])
+    assert (result.num_tokens, result.padding_tokens) == (10, 22)
+    for part in (keys, values):
+        written = ~part.isnan().all(dim=(2, 3))  # [pages, page_size]
+        pages, offsets = written.nonzero(as_tuple=True)
+        own = {(page, offset) for page, offset in zip(pages.tolist(), offsets.tolist(), strict=True)}
+        own -= {(SCRATCH_PAGE, offset) for offset in range(engines.pool.page_size)}
+        first, second = item.lease.page_ids[:2]
+        assert own == {(first, i) for i in range(8)} | {(second, i) for i in range(2)}
+
+
+def test_replays_and_padding_are_counted(model: Model) -> None:
+    engines = Engines(model, capture_tokens=(8, 32), capture_slots=(2,))
+    items = [engines.item(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts_of(40, 3, 20))]
+    result = engines.run_prefill(items)
+    # 32 | 8 + 3 | 20: the second pass has two slots, the third prompt finds no place in it.
+    assert dict(result.replays) == {"32x2": 3}
+    assert result.num_tokens == 63
+    assert result.padding_tokens == 21 + 12
+    assert dict(result.eager_steps) == {}
+
+
+def test_a_stale_lease_fails_alone(model: Model) -> None:
+    prompts = prompts_of(6, 11)
+    expected = first_tokens(Engines(model), prompts)
+    engines = Engines(model)
+    items = [engines.item(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    engines.pool.claim(items[0].lease.page_ids, items[1].lease.epoch + 1)
+    before = [part.clone() for part in engines.pool.layer(0)]
+    stale, fresh = engines.run_prefill(items).outcomes
+    assert (stale.token_id, stale.error_label) == (None, "stale_lease")
+    assert fresh.token_id == expected[1]
+    for part, old in zip(engines.pool.layer(0), before, strict=True):
+        assert torch.equal(part[list(items[0].lease.page_ids)], old[list(items[0].lease.page_ids)])
+
+
+def test_a_request_computed_again_goes_on_where_it_was(model: Model) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=4)
+    prompt = prompts_of(12)[0]
+    (tokens,) = Engines(model).generate([prompt], sampling)
+    engines = Engines(model)
+    item = engines.item("r", prompt, sampling)
+    again = replace(item, request=replace(item.request, output_token_ids=tuple(tokens[:3])))
+    (outcome,) = engines.run_prefill([again]).outcomes
+    assert outcome.token_id == tokens[3]

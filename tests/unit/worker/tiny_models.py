@@ -1,0 +1,104 @@
+"""Tiny random models of many families, and a prefill and a decode engine around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from graphs.buckets import BucketLadder
+from scheduler.messages import (
+    DecodeStart,
+    Lease,
+    PrefillBatch,
+    PrefillItem,
+    PrefillResult,
+    Request,
+    SamplingParams,
+)
+from worker.decode import DecodeEngine
+from worker.kv_pool import KVPool
+from worker.model import Model
+from worker.prefill import PrefillEngine
+
+VOCAB_SIZE = 128
+MAX_MODEL_LEN = 96
+PAGE_SIZE = 8
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    # Larger than usual, so that the best token changes with the text and does not win by a hair.
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+LoadTiny = Callable[[PreTrainedConfig], tuple[Model, PreTrainedModel]]
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Engines:
+    """A prefill and a decode engine on one pool. Prompts are leased pages that lie scattered in the pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        capture_tokens: Sequence[int] = (8, 32),
+        capture_slots: Sequence[int] = (2, 4),
+        num_pages: int = 160,
+    ) -> None:
+        self.pool, handle = KVPool.create(
+            model.kv_spec, name="decode-0", num_pages=num_pages, page_size=PAGE_SIZE
+        )
+        self.prefill = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, capture_slots))
+        self.prefill.attach(handle)
+        self.decode = DecodeEngine(model, self.pool, max_num_seqs=4)
+        self._free = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()
+        self._epoch = 0
+
+    def item(self, name: str, prompt: Sequence[int], sampling: SamplingParams) -> PrefillItem:
+        """Lease pages for a prompt."""
+        num_pages = -(-(len(prompt) + sampling.max_tokens) // PAGE_SIZE)
+        self._epoch += 1
+        pages = tuple(self._free.pop() for _ in range(num_pages))
+        return PrefillItem(
+            request=Request(
+                request_id=name, api_server="api-0", prompt_token_ids=tuple(prompt), sampling=sampling
+            ),
+            lease=Lease(decode_worker="decode-0", epoch=self._epoch, page_ids=pages),
+        )
+
+    def run_prefill(self, items: Sequence[PrefillItem]) -> PrefillResult:
+        """Prefill items as one batch."""
+        return self.prefill.run(PrefillBatch(batch_id=1, decode_worker="decode-0", items=tuple(items)))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Prefill all prompts as one batch, then decode them together; return the tokens of each."""
+        items = [self.item(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+        result = self.run_prefill(items)
+        tokens: dict[str, list[int]] = {}
+        for item, outcome in zip(items, result.outcomes, strict=True):
+            assert outcome.token_id is not None, outcome.error_message
+            tokens[outcome.request_id] = [outcome.token_id]
+            if outcome.finish_reason is None:
+                self.decode.add(
+                    DecodeStart(request=item.request, lease=item.lease, first_token_id=outcome.token_id)
+                )
+        while self.decode.has_work:
+            for _, event in self.decode.step().events:
+                if event.token_id is not None:
+                    assert event.index == len(tokens[event.request_id])
+                    tokens[event.request_id].append(event.token_id)
+        return list(tokens.values())

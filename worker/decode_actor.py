@@ -1,0 +1,108 @@
+"""The DecodeWorker actor: a thin shell around `DecodeEngine`, and the thread that steps it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import ray
+
+from scheduler.messages import (
+    RAY_NAMESPACE,
+    SCHEDULER_NAME,
+    DecodeStart,
+    DecodeWorkerInfo,
+    SequenceRef,
+    StepReport,
+    WorkerConfig,
+)
+
+if TYPE_CHECKING:
+    from worker.decode import DecodeEngine, StepOutcome
+    from worker.sequences import EventSender
+
+
+class DecodeWorker:
+    """Owns KV pages and decodes the sequences in them. `run` steps; the other calls only leave it commands."""
+
+    # Imports of torch are in `load`, for the reason given in prefill_actor.
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        # Only the thread in `run` touches the engine; commands reach it through this queue.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._engine: DecodeEngine
+        self._sender: EventSender
+
+    def __repr__(self) -> str:
+        return f"DecodeWorker({self._config.name}, {self._config.model_name})"
+
+    def load(self) -> DecodeWorkerInfo:
+        """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason."""
+        from worker import startup
+        from worker.decode import DecodeEngine
+        from worker.kv_pool import KVPool
+        from worker.sequences import EventSender
+
+        config, started = self._config, time.perf_counter()
+        model = startup.load(config)
+        num_pages = startup.choose_num_pages(model, config)
+        pool, handle = KVPool.create(
+            model.kv_spec, name=config.name, num_pages=num_pages, page_size=startup.CPU_PAGE_SIZE
+        )
+        self._sender = EventSender(config.name)
+        self._engine = DecodeEngine(model, pool, max_num_seqs=config.max_num_seqs)
+        self._engine.warm_up()
+        return DecodeWorkerInfo(
+            name=config.name,
+            model=model.info,
+            pool=handle,
+            max_num_seqs=config.max_num_seqs,
+            device="cpu",
+            load_seconds=time.perf_counter() - started,
+            weights_bytes=model.weights_bytes,
+        )
+
+    def add(self, starts: tuple[DecodeStart, ...]) -> None:
+        """Take up prefilled sequences with the next step."""
+        for start in starts:
+            self._commands.put(partial(self._engine.add, start))
+
+    def cancel(self, refs: tuple[SequenceRef, ...]) -> None:
+        """Drop sequences before the next step; their pages are in its report's `released`."""
+        for ref in refs:
+            self._commands.put(partial(self._engine.cancel, ref))
+
+    def stop(self) -> None:
+        """Make `run` return after its step."""
+        self._commands.put(None)
+
+    def run(self) -> None:
+        """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure."""
+        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        while self._obey():
+            outcome = self._engine.step()
+            self._sender.send(outcome.events)
+            scheduler.step_done.remote(self._report(outcome))
+
+    def _obey(self) -> bool:
+        """Carry out the commands that wait, or wait for one if there is nothing to step. False means stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _report(self, outcome: StepOutcome) -> StepReport:
+        return StepReport(
+            worker=self._config.name,
+            seconds=outcome.seconds,
+            events=tuple(event for _, event in outcome.events),
+            released=tuple(outcome.released),
+        )

@@ -1,0 +1,230 @@
+"""Loading a transformers model and making sure that it works with paged attention."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graphs.buckets import Bucket
+from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
+from scheduler.errors import ConfigError
+from scheduler.messages import ModelInfo
+from worker.attention import ATTENTION_NAME, PagedPass
+from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
+
+_LOG = logging.getLogger(__name__)
+_RECORDING_NAME = "purefill_recording"
+_DUMMY_SEED = 20_240_817
+"""All workers of a service must make the same random weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from and how it is loaded."""
+
+    name: str
+    """The name under which it is served."""
+    folder: Path
+    dtype: str = "auto"
+    """``auto``, ``float32``, ``bfloat16`` or ``float16``."""
+    load_format: str = "auto"
+    """``dummy`` fills the configuration with random weights."""
+    device: str = "cpu"
+    max_model_len: int | None = None
+
+
+class Model:
+    """A decoder-only transformers model whose attention reads and writes KV pages."""
+
+    def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
+        self._model = model
+        self.kv_spec = kv_spec
+        self.info = info
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return int(self._model.get_memory_footprint())
+
+    @torch.inference_mode()
+    def logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+        """Run a padded batch, writing its KV to `pool`; return the logits after each slot's last token, [S, V].
+
+        Rows of unused slots hold nothing of meaning.
+        """
+        derived = inputs.derive()
+        output = self._model(
+            input_ids=inputs.token_ids.unsqueeze(0),
+            position_ids=derived.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=derived.last_token,
+            paged=PagedPass(inputs, derived.kv_slots, derived.kv_lens, pool),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def load_model(source: ModelSource) -> Model:
+    """Load a model for serving.
+
+    Raises `ConfigError`, with the reason, if its family cannot be served: not a decoder-only language model, an
+    attention that does not go through transformers' interface, or logits that differ from its own attention's.
+    """
+    config = _read_config(source)
+    dtype = _choose_dtype(source, config)
+    model = _load(source, config, dtype)
+    max_model_len = _choose_max_model_len(source, config)
+    kv_spec = _discover_kv_spec(model, dtype, source.name)
+    info = ModelInfo(
+        name=source.name,
+        max_model_len=max_model_len,
+        vocab_size=config.get_text_config().vocab_size,
+        eos_token_ids=_eos_token_ids(model),
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=model.num_parameters(),
+    )
+    loaded = Model(model, kv_spec, info)
+    _check_against_own_attention(model, loaded)
+    return loaded
+
+
+def _read_config(source: ModelSource) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {source.name}: transformers cannot read its config: {error}") from error
+    if config.is_encoder_decoder:
+        raise ConfigError(f"model {source.name}: {config.model_type} is not decoder-only")
+    return config
+
+
+def _choose_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype:
+    """Return the type to compute in: the asked one, else the config's own where the device is good at it."""
+    if source.dtype != "auto":
+        return getattr(torch, source.dtype)  # type: ignore[no-any-return]
+    own: torch.dtype = config.get_text_config().dtype or torch.float32  # type: ignore[assignment]
+    if source.device == "cpu" and own is not torch.float32:
+        # float16 has no fast path on CPUs, and bfloat16 one only where the instructions for it exist.
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return own
+
+
+def _choose_max_model_len(source: ModelSource, config: PreTrainedConfig) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if source.max_model_len is None:
+        if limit is None:
+            raise ConfigError(f"model {source.name} names no context length: give max_model_len")
+        return int(limit)
+    if limit is not None and source.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len must be <= {limit}, the model's context, got {source.max_model_len}"
+        )
+    return source.max_model_len
+
+
+def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    model: PreTrainedModel
+    try:
+        if source.load_format == "dummy":
+            torch.manual_seed(_DUMMY_SEED)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.folder, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model {source.name} cannot be loaded: {reason}") from error
+    model.eval()
+    model.requires_grad_(False)
+    model.to(source.device)  # type: ignore[arg-type]
+    return model
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    own = model.config.get_text_config().eos_token_id
+    eos = model.generation_config.eos_token_id if model.generation_config else own
+    eos = own if eos is None else eos
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+
+
+def _discover_kv_spec(model: PreTrainedModel, dtype: torch.dtype, name: str) -> KVSpec:
+    """Learn the KV shape of every layer from what attention is called with, whatever the family calls it."""
+    seen: dict[int, KVLayerSpec] = {}
+
+    def record(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if key.shape[-1] != value.shape[-1]:
+            raise ConfigError(f"model {name}: keys and values of different size are not supported")
+        if kwargs.get("s_aux") is not None:
+            raise ConfigError(f"model {name}: attention sinks are not supported")
+        if not getattr(module, "is_causal", True):
+            raise ConfigError(f"model {name}: attention is not causal")
+        seen[int(module.layer_idx)] = KVLayerSpec(  # type: ignore[arg-type]
+            num_kv_heads=key.shape[1], head_dim=key.shape[-1]
+        )
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    ALL_ATTENTION_FUNCTIONS.register(_RECORDING_NAME, record)
+    _run_with_attention(model, _RECORDING_NAME, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(seen) != list(range(num_layers)):
+        raise ConfigError(
+            f"model {name}: {model.config.model_type} has layers whose attention does not go through "
+            f"transformers' attention interface ({num_layers} layers, {len(seen)} seen), so it has no KV to page"
+        )
+    return KVSpec(layers=tuple(seen[i] for i in range(num_layers)), dtype=dtype)
+
+
+@torch.inference_mode()
+def _run_with_attention(model: PreTrainedModel, attention: str, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of whole sequences ``[B, T]`` under another attention implementation, ``[B, T, V]``."""
+    model.set_attn_implementation(attention)
+    try:
+        logits: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return logits
+
+
+def _check_against_own_attention(model: PreTrainedModel, loaded: Model) -> None:
+    """Compare one padded, two-pass batch with the model's own eager attention.
+
+    This is what lets a family work because transformers has it: nothing is assumed of it, it is tried.
+    """
+    vocab_size, page_size = loaded.info.vocab_size, 16
+    length = min(24, loaded.info.max_model_len)
+    generator = torch.Generator().manual_seed(0)
+    sequence = torch.randint(vocab_size, (1, length), generator=generator)
+    own = _run_with_attention(model, "eager", sequence.to(model.device))[0, -1].float()
+
+    # Page 0 is scratch; the sequence's pages are given in reverse, so that page order matters.
+    pool, _ = KVPool.create(loaded.kv_spec, name="check", num_pages=3, page_size=page_size)
+    layout = BatchLayout(bucket=Bucket(32, 2), pages_per_slot=2, page_size=page_size)
+    host = HostBatch(layout)
+    cut = length // 2
+    tokens = sequence[0].tolist()
+    for start, end in ((0, cut), (cut, length)):
+        host.pack([SlotInput(token_ids=tokens[start:end], num_cached=start, page_ids=(2, 1))])
+        logits = loaded.logits(BatchInputs.of(layout, host.tensor.to(model.device)), pool)[0].float()
+    error = float((logits - own).norm() / own.norm())
+    limit = 1e-3 if loaded.kv_spec.dtype is torch.float32 else 5e-2
+    if not error <= limit:
+        raise ConfigError(
+            f"model {loaded.info.name}: its logits with paged attention differ from its own by {error:.2g} "
+            f"(at most {limit:g} is right): {model.config.model_type} needs something of attention that is "
+            "not supported"
+        )
