@@ -15,15 +15,18 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
+_MIN_TEMPERATURE = 1e-5
+"""Below this a draw is greedy in all but name, and dividing by it would overflow."""
+
 
 def choose_tokens(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Return the chosen token of each slot, ``[S]`` int64, from `logits`, ``[S, vocab]`` of any float type.
 
-    Temperature 0 is greedy; otherwise top-k, then top-p, as in transformers, then one draw.
+    Temperature 0, or next to it, is greedy; otherwise top-k, then top-p, as in transformers, then one draw.
     """
     logits = _ban(logits.float(), inputs.banned_ids)
     greedy = logits.argmax(dim=-1)
-    sampled = inputs.temperature > 0
+    sampled = inputs.temperature >= _MIN_TEMPERATURE
     if not bool(sampled.any()):
         return greedy
     temperature = torch.where(sampled, inputs.temperature, 1.0).unsqueeze(1)
