@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from math import inf
 from typing import Self
 
 _FORMAT = "purefill-cost-model-1"
@@ -14,6 +16,18 @@ _MAX_RATIO = 2.0
 """An observation counts as at most this much more, or less, than what was expected: hiccups happen."""
 _SATURATION_MARGIN = 0.05
 """A bucket is saturated if no other is cheaper per token by more than this."""
+
+
+def seconds_by_tokens(seconds_by_bucket: Mapping[str, float]) -> dict[int, float]:
+    """Return the seconds of each token bucket from those of buckets named as ``512x8``, tokens by slots.
+
+    Of buckets that differ in their slots only, the slowest counts.
+    """
+    table: dict[int, float] = {}
+    for name, seconds in seconds_by_bucket.items():
+        num_tokens = int(name.split("x")[0])
+        table[num_tokens] = max(seconds, table.get(num_tokens, 0.0))
+    return table
 
 
 class CostModel:
@@ -28,18 +42,19 @@ class CostModel:
 
         Raises `ValueError` if there is no bucket, or one of no tokens or seconds.
         """
+        self.replace(seconds_by_bucket)
+
+    def replace(self, seconds_by_bucket: Mapping[int, float]) -> None:
+        """Forget the table, and the buckets, for another. Raises `ValueError` as the constructor does."""
         if not seconds_by_bucket:
             raise ValueError("seconds_by_bucket must not be empty")
         for num_tokens, seconds in seconds_by_bucket.items():
-            if num_tokens < 1 or not 0 < seconds < float("inf"):
+            if num_tokens < 1 or not 0 < seconds < inf:
                 raise ValueError(f"seconds_by_bucket must hold numbers > 0, got {num_tokens}: {seconds}")
         self._buckets = sorted(seconds_by_bucket)
-        self._seconds: list[float] = []
-        for num_tokens in self._buckets:
-            self._seconds.append(max([seconds_by_bucket[num_tokens], *self._seconds[-1:]]))
-        self.max_tokens = self._buckets[-1]
-        """Tokens of the largest bucket."""
-        self._saturation_tokens = self._find_saturation()
+        # A larger bucket never costs less: where it was measured so, that was noise.
+        self._seconds = list(accumulate((seconds_by_bucket[bucket] for bucket in self._buckets), max))
+        self._find_saturation()
 
     @classmethod
     def proportional(cls, buckets: Iterable[int], seconds_per_token: float = 1e-6) -> Self:
@@ -85,9 +100,19 @@ class CostModel:
         return dict(zip(self._buckets, self._seconds, strict=True))
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest bucket."""
+        return self._buckets[-1]
+
+    @property
     def saturation_tokens(self) -> int:
         """Tokens of the smallest bucket from which on larger batches are no cheaper per token."""
         return self._saturation_tokens
+
+    @property
+    def saturated_seconds_per_token(self) -> float:
+        """Seconds per token of a batch that fills that bucket."""
+        return self._saturated_seconds_per_token
 
     def padded(self, num_tokens: int) -> int:
         """Return how many tokens are computed for a batch of `num_tokens`, padding included."""
@@ -125,9 +150,10 @@ class CostModel:
         self._seconds[:i] = [min(below, value) for below in self._seconds[:i]]
         self._seconds[i] = value
         self._seconds[i + 1 :] = [max(above, value) for above in self._seconds[i + 1 :]]
-        self._saturation_tokens = self._find_saturation()
+        self._find_saturation()
 
-    def _find_saturation(self) -> int:
+    def _find_saturation(self) -> None:
         per_token = [seconds / num_tokens for num_tokens, seconds in self.table().items()]
         limit = min(per_token) * (1 + _SATURATION_MARGIN)
-        return next(n for n, cost in zip(self._buckets, per_token, strict=True) if cost <= limit)
+        i = next(i for i, cost in enumerate(per_token) if cost <= limit)
+        self._saturation_tokens, self._saturated_seconds_per_token = self._buckets[i], per_token[i]

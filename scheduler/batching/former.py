@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.packing import Limits, Packer
 from scheduler.batching.policies import BatchPolicy, BatchView, Hold
@@ -132,6 +134,14 @@ class BatchFormer:
         """Return when `form` must be asked again if nothing else happens, or None if it need not be."""
         return self._wake_at if self._queue else None
 
+    def measured(self, seconds_by_bucket: Mapping[int, float]) -> None:
+        """Learn the token buckets that the workers captured, and what a batch of each takes, in seconds."""
+        self._cost.replace(seconds_by_bucket)
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn that a prefill batch of `num_tokens` tokens, padding not counted, took `seconds`."""
         self._cost.observe(num_tokens, seconds)
+
+    def expected_seconds(self, num_tokens: int) -> float:
+        """Return what a prefill batch of `num_tokens` tokens, padding not counted, is expected to take."""
+        return self._cost.seconds(num_tokens)

@@ -80,9 +80,8 @@ class Packer:
         """`num_ahead` bounds how many requests that cannot leave are looked at for one batch."""
         self._cost = cost_model
         self._num_ahead = num_ahead
-        # Sums over full batches, the older the less. They start as if one saturated batch had been.
-        self._tokens = float(cost_model.saturation_tokens)
-        self._seconds = cost_model.seconds(cost_model.saturation_tokens)
+        # Sums over full batches, the older the less: what they took, and what saturated ones would have.
+        self._seconds = self._ideal_seconds = 0.0
 
     def pack(self, in_order: Iterator[Entry], limits: Limits, now: float, waiting_tokens: int) -> Packing:
         """Return the batch that would leave now, empty if no request has the pages that it needs."""
@@ -111,8 +110,10 @@ class Packer:
     def dispatched(self, packing: Packing) -> None:
         """Learn how fast a batch that leaves is expected to be."""
         if packing.is_full:
-            self._tokens = _KEPT * self._tokens + packing.num_tokens
-            self._seconds = _KEPT * self._seconds + self._cost.seconds(packing.num_tokens)
+            num_tokens = packing.num_tokens
+            self._seconds = _KEPT * self._seconds + self._cost.seconds(num_tokens)
+            ideal = num_tokens * self._cost.saturated_seconds_per_token
+            self._ideal_seconds = _KEPT * self._ideal_seconds + ideal
 
     def _fill(
         self, in_order: Iterator[Entry], seen: list[Entry], most: int | None, limits: Limits, now: float
@@ -131,7 +132,8 @@ class Packer:
                     num_pages += entry.num_pages
                     if most is not None and num_tokens >= most:
                         is_saturated = True
-                        most = max(most, self._cost.padded(num_tokens))
+                        if num_tokens > most:
+                            most = self._room_beside(num_tokens, limits)
                     if len(chosen) == max_requests:
                         break
                     continue
@@ -140,6 +142,13 @@ class Packer:
             if num_left > self._num_ahead or (entry.bound_from <= now and entry.is_bound(now)):
                 break
         return _Choice(chosen, num_tokens, num_pages, is_saturated)
+
+    def _room_beside(self, num_tokens: int, limits: Limits) -> int:
+        """Return the tokens of a batch whose first request alone has more than enough: others use its padding."""
+        padded = self._cost.padded(num_tokens)
+        if limits.max_tokens is None or num_tokens > limits.max_tokens:
+            return padded
+        return min(padded, limits.max_tokens)
 
     def _best(
         self,
@@ -156,7 +165,8 @@ class Packer:
         if len(seen) == len(first.chosen):
             return first
         options = [first, *self._options(first, seen, limits, now, waiting_tokens)]
-        seconds_per_token = self._seconds / self._tokens
+        slowness = self._seconds / self._ideal_seconds if self._ideal_seconds else 1.0
+        seconds_per_token = slowness * self._cost.saturated_seconds_per_token
 
         def delay(option: _Choice) -> float:
             left = waiting_tokens - option.num_tokens

@@ -9,8 +9,8 @@ DispatchReason = Literal["full", "timeout", "deadline", "saturated", "idle"]
 """Why a batch left.
 
 full: no more requests, pages or sequences fit. timeout: its oldest request was held as long as a request is.
-deadline: a request would miss its deadline. saturated: one more token costs as much as it brings. idle: waiting
-for another request would not pay.
+deadline: a request would miss its deadline. saturated: one more token costs as much as it brings. idle:
+waiting for another request would not pay.
 """
 
 
