@@ -19,15 +19,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphs.buckets import default_token_ladder
+from benchmarks import h200
+from benchmarks.loads import short_prompt
 from scheduler.batching.adaptive import AdaptivePolicy
-from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.batching.requests import QueuedRequest
 
-# Seconds of a batch by its tokens: Qwen3-8B on one H200, merged weights and full graph.
-H200_QWEN3_8B = {128: 0.0056, 256: 0.0077, 512: 0.0127, 1024: 0.024, 4096: 0.0971, 8192: 0.2005}
 QUEUES = (1_000, 10_000, 100_000)
 NUM_FORMED = 20_000
 
@@ -64,7 +62,7 @@ SCENARIOS = (
 
 def make_former(scenario: Scenario) -> BatchFormer:
     """Make an empty batch former."""
-    cost_model = CostModel.interpolated(default_token_ladder(4096), H200_QWEN3_8B)
+    cost_model = h200.qwen3_8b()
     policy_class = FixedPolicy if scenario.policy == "fixed" else AdaptivePolicy
     policy = policy_class(max_requests=scenario.max_requests, timeout_s=0.02, cost_model=cost_model)
     return BatchFormer(policy, cost_model)
@@ -79,7 +77,7 @@ def make_requests(scenario: Scenario, num: int) -> list[QueuedRequest]:
         requests.append(
             QueuedRequest(
                 request_id=f"r{i}",
-                num_tokens=min(512, max(4, int(rng.lognormvariate(3.5, 0.7)))),
+                num_tokens=short_prompt(rng),
                 num_pages=1,
                 arrival_time=arrival_time,
                 priority=rng.randrange(scenario.num_classes),

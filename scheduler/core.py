@@ -293,8 +293,7 @@ class SchedulerCore:
                 now,
                 free_pages=ledger.free_pages,
                 free_sequences=ledger.free_sequences,
-                num_idle_workers=self._placement.num_idle,
-                next_idle_at=self._placement.next_idle_at(now),
+                workers=self._placement.workers(now),
             )
             if formed is None:
                 break

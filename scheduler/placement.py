@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
+from scheduler.batching.policies import Workers
+
 _NEWEST_WEIGHT = 0.1
 """Weight of the newest batch in the moving average of a worker's slowness."""
 _MAX_RATIO = 4.0
@@ -109,10 +111,14 @@ class PrefillPlacement:
                     best = (done_at, least[0])
         return None if best is None else best[1]
 
-    def next_idle_at(self, now: float) -> float | None:
-        """Return when the first of the busy workers is expected to be idle, or None if none is busy."""
+    def workers(self, now: float) -> Workers:
+        """Return how many are idle and busy, and when the next is expected to be idle, not before `now`."""
         ends = [least[1] for ranking in (self._busy, self._full) if (least := ranking.least()) is not None]
-        return max(now, min(ends)) if ends else None
+        return Workers(
+            num_idle=len(self._idle),
+            num_busy=len(self._busy) + len(self._full),
+            next_idle_at=max(now, min(ends)) if ends else None,
+        )
 
     def dispatched(self, name: str, expected_s: float, now: float) -> None:
         """A worker was given a batch that takes `expected_s` by the cost model."""

@@ -33,16 +33,28 @@ It pays to hold within a burst, and when the next request is nearly certain to c
 c(n). Two bounds always hold: `timeout_s` after the oldest request's arrival, and the time at which a request
 would miss its deadline.
 
-What is expected comes from the gaps between the last arrivals (`arrivals`), whatever their distribution. The
-shape of the rule, a threshold on the queue that depends on the load, is that of the optimal policies for
-batch servers (Deb and Serfozo, 1973).
+*Sharing.* With several workers the question is also how many of the waiting to take. If K wait, and this
+worker takes k of them, the others start on the rest in r seconds (0 if more than one worker is idle, else
+when the next is). Each of v other workers that are idle takes a part of it, or the next one all. Each second
+of work delays those who come meanwhile, λ c(N) / W requests for each of the W workers. So it takes the k of
+least
+
+    k c(k m) + (K - k) (r + c((K - k) m / v)) + λ c(N) / W · (c(k m) + v c((K - k) m / v))
+
+unless more wait than all idle workers, and one more, could hold: then each takes a full batch. And if this
+worker would be done before another is idle, it takes all.
+
+What is expected comes from the gaps between the last arrivals (`arrivals`), whatever their distribution. For
+Poisson arrivals the optimal policy of one batch server is known to be a threshold on the queue (Deb and
+Serfozo, 1973); for costs of the kind that graphs have, a fixed part and one that grows with the tokens, that
+threshold is one request up to high loads, which is why a steady stream is not held up.
 """
 
 from __future__ import annotations
 
 from scheduler.batching.arrivals import Arrivals, share_and_mean
 from scheduler.batching.cost_model import CostModel
-from scheduler.batching.policies import BatchView, Dispatch, Hold, check_limits, dispatch_if_due
+from scheduler.batching.policies import BatchView, Dispatch, Hold, QueueView, check_limits, dispatch_if_due
 
 _PATIENCE = 2.0
 """A hold ends when nobody came for so many times the expected wait."""
@@ -74,10 +86,34 @@ class AdaptivePolicy:
         """A request of `num_tokens` tokens arrived."""
         self._arrivals.observe(now, num_tokens)
 
+    def most_requests(self, queue: QueueView) -> int:
+        """Return how many requests the next batch may have: fewer if other workers had better take the rest."""
+        workers, total, most = queue.workers, queue.num_requests, self.max_requests
+        num_workers = workers.num_idle + workers.num_busy
+        if num_workers < 2 or not 1 < total <= most * (workers.num_idle + 1):
+            return most
+        rest_in, all_s = 0.0, self._cost.seconds(queue.num_tokens)
+        if workers.num_idle < 2 and workers.next_idle_at is not None:
+            rest_in = max(0.0, workers.next_idle_at - queue.now)
+        if rest_in >= all_s:
+            return most
+        num_others = max(1, workers.num_idle - 1)
+        mean = queue.num_tokens / total
+        price = self._arrivals.rate(queue.now) / num_workers * all_s
+
+        def delay(k: int) -> float:
+            first = self._cost.seconds(round(k * mean))
+            rest = self._cost.seconds(round((total - k) * mean / num_others))
+            worker_seconds = first + (num_others * rest if k < total else 0.0)
+            return k * first + (total - k) * (rest_in + rest) + price * worker_seconds
+
+        return min(range(min(total, most), 0, -1), key=delay)
+
     def decide(self, batch: BatchView) -> Dispatch | Hold:
         """Return whether a batch leaves now."""
         if batch.is_full:
-            return Dispatch("saturated" if batch.is_saturated else "full")
+            is_share = len(batch.requests) == batch.most_requests < self.max_requests
+            return Dispatch("saturated" if batch.is_saturated else "idle" if is_share else "full")
         seconds = self._cost.seconds(batch.num_tokens)
         due = dispatch_if_due(batch, self._timeout_s, seconds)
         if isinstance(due, Dispatch):
@@ -87,11 +123,11 @@ class AdaptivePolicy:
 
     def _wait_worth_taking(self, batch: BatchView, seconds: float) -> float | None:
         """Return for how many seconds at most to wait for the next arrival, or None if that does not pay."""
-        if batch.num_idle_workers > 1:
+        if batch.workers.num_idle > 1:
             return None
         idle_in = seconds
-        if batch.next_idle_at is not None:
-            idle_in = min(seconds, max(0.0, batch.next_idle_at - batch.now))
+        if batch.workers.next_idle_at is not None:
+            idle_in = min(seconds, max(0.0, batch.workers.next_idle_at - batch.now))
         gaps, silence = self._arrivals.gaps(batch.now), self._arrivals.silence(batch.now)
         _, mean = share_and_mean(gaps, silence, silence + idle_in)
         horizon = min(idle_in, _PATIENCE * (mean - silence))

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.packing import Limits, Packer
-from scheduler.batching.policies import BatchPolicy, BatchView, Hold
+from scheduler.batching.policies import BatchPolicy, BatchView, Hold, QueueView, Workers
 from scheduler.batching.queue import WaitingQueue
 from scheduler.batching.requests import DispatchReason, FormedBatch, QueuedRequest
 
 __all__ = ["BatchFormer", "DispatchReason", "FormedBatch", "QueuedRequest"]
+
+_ONE_IDLE = Workers()
 
 
 class BatchFormer:
@@ -91,19 +93,20 @@ class BatchFormer:
         *,
         free_pages: int,
         free_sequences: int,
-        num_idle_workers: int = 1,
-        next_idle_at: float | None = None,
+        workers: Workers = _ONE_IDLE,
     ) -> FormedBatch | None:
         """Return the batch to send now to an idle prefill worker, or None to hold.
 
         The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the
-        queue. `next_idle_at` is when the first of the busy prefill workers is expected to be idle.
+        queue.
         """
         self._wake_at = None
         if not self._queue or free_sequences < 1:
             return None
+        queue = QueueView(now, len(self._queue), self._queue.num_tokens, workers)
+        most_requests = self._policy.most_requests(queue)
         limits = Limits(
-            max_requests=min(self._policy.max_requests, free_sequences),
+            max_requests=min(most_requests, free_sequences),
             max_pages=free_pages,
             max_tokens=self._policy.max_tokens,
             enough_tokens=self._policy.enough_tokens,
@@ -119,8 +122,8 @@ class BatchFormer:
             num_tokens=packing.num_tokens,
             is_full=packing.is_full,
             is_saturated=packing.is_saturated,
-            num_idle_workers=num_idle_workers,
-            next_idle_at=next_idle_at,
+            most_requests=most_requests,
+            workers=workers,
         )
         decision = self._policy.decide(view)
         if isinstance(decision, Hold):

@@ -10,8 +10,29 @@ from scheduler.batching.cost_model import CostModel
 from scheduler.batching.requests import DispatchReason, QueuedRequest
 
 
+class Workers(NamedTuple):
+    """The prefill workers, as far as they matter to a batch that one of them would take."""
+
+    num_idle: int = 1
+    """Workers that are idle, the one that would take the batch included."""
+    num_busy: int = 0
+    next_idle_at: float | None = None
+    """When the first of the busy workers is expected to be idle; None if none is busy."""
+
+
+class QueueView(NamedTuple):
+    """What a policy may know before a batch is chosen. Times in seconds, on the caller's clock."""
+
+    now: float
+    num_requests: int
+    """Requests that wait."""
+    num_tokens: int
+    """Tokens of the requests that wait."""
+    workers: Workers
+
+
 class BatchView(NamedTuple):
-    """What a policy may know of a batch that could leave now. Times in seconds, on the caller's clock."""
+    """What a policy may know of a batch that could leave now."""
 
     now: float
     requests: Sequence[QueuedRequest]
@@ -20,10 +41,9 @@ class BatchView(NamedTuple):
     """No more requests can join, or one that waits cannot."""
     is_saturated: bool
     """It is full because it has enough tokens."""
-    num_idle_workers: int = 1
-    """Prefill workers that are idle, the one that would take this batch included."""
-    next_idle_at: float | None = None
-    """When the first of the busy prefill workers is expected to be idle, or None if none is busy."""
+    most_requests: int
+    """What the policy said before the batch was chosen."""
+    workers: Workers
 
     @property
     def oldest_arrival(self) -> float:
@@ -56,10 +76,6 @@ class BatchPolicy(Protocol):
     """Decides when a batch leaves, and how large it may be."""
 
     @property
-    def max_requests(self) -> int:
-        """Most requests of a batch."""
-
-    @property
     def max_tokens(self) -> int | None:
         """Most tokens of a batch, unless a single request has more. None: no bound."""
 
@@ -73,6 +89,9 @@ class BatchPolicy(Protocol):
 
     def arrived(self, now: float, num_tokens: int) -> None:
         """A request of `num_tokens` tokens arrived."""
+
+    def most_requests(self, queue: QueueView) -> int:
+        """Return how many requests the next batch may have at most."""
 
     def decide(self, batch: BatchView) -> Dispatch | Hold:
         """Return whether a batch leaves now."""
@@ -99,6 +118,10 @@ class FixedPolicy:
 
     def arrived(self, now: float, num_tokens: int) -> None:
         """Arrivals do not matter to this policy."""
+
+    def most_requests(self, queue: QueueView) -> int:
+        """Return how many requests the next batch may have at most: always as many as were set."""
+        return self.max_requests
 
     def decide(self, batch: BatchView) -> Dispatch | Hold:
         """Return whether a batch leaves now."""

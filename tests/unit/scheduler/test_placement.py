@@ -20,7 +20,7 @@ def test_a_batch_goes_to_the_idle_worker_that_was_fastest() -> None:
     placement.dispatched("slow", 0.01, 1.0)
     assert placement.choose(0.01, 1.0) is None
     assert placement.num_idle == 0
-    assert placement.next_idle_at(1.0) == pytest.approx(1.01, abs=1e-4)
+    assert placement.workers(1.0).next_idle_at == pytest.approx(1.01, abs=1e-4)
 
 
 def test_a_fast_worker_that_is_nearly_done_beats_an_idle_slow_one() -> None:
@@ -41,7 +41,7 @@ def test_one_hiccup_does_not_condemn_a_worker() -> None:
     placement.dispatched("a", 0.01, 0.0)
     placement.finished("a", 0.01, 10.0, 10.0)
     placement.dispatched("a", 0.01, 10.0)
-    assert placement.next_idle_at(10.0) == pytest.approx(10.013)
+    assert placement.workers(10.0).next_idle_at == pytest.approx(10.013)
 
 
 def test_a_worker_that_died_is_not_chosen() -> None:
@@ -50,7 +50,7 @@ def test_a_worker_that_died_is_not_chosen() -> None:
     placement.add("b")
     placement.dispatched("a", 0.01, 0.0)
     placement.remove("a")
-    assert placement.next_idle_at(0.0) is None
+    assert placement.workers(0.0).next_idle_at is None
     assert placement.choose(0.01, 0.0) == "b"
     placement.remove("b")
     assert placement.choose(0.01, 0.0) is None
@@ -104,7 +104,7 @@ def test_the_choice_equals_a_search_of_all_workers(steps: list[tuple[str, int]],
         assert placement.num_idle == sum(not batches for batches in in_flight.values())
         ends_of_busy = [busy_until[w] for w, batches in in_flight.items() if batches]
         expected_idle = max(now, min(ends_of_busy)) if ends_of_busy else None
-        assert placement.next_idle_at(now) == pytest.approx(expected_idle)
+        assert placement.workers(now).next_idle_at == pytest.approx(expected_idle)
 
 
 def test_decode_goes_to_the_worker_whose_scarcer_resource_is_freest() -> None:

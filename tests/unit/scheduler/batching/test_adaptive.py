@@ -4,6 +4,8 @@ import pytest
 
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.former import BatchFormer
+from scheduler.batching.policies import Workers
+from scheduler.batching.requests import FormedBatch
 from tests.unit.scheduler.batching.helpers import h200_model, queued
 
 
@@ -13,14 +15,8 @@ def make(timeout_s: float = 0.05, max_requests: int = 16) -> tuple[AdaptivePolic
     return policy, BatchFormer(policy, cost)
 
 
-def form(former: BatchFormer, now: float, num_idle_workers: int = 1, next_idle_at: float | None = None):  # type: ignore[no-untyped-def]
-    return former.form(
-        now,
-        free_pages=10**6,
-        free_sequences=10**6,
-        num_idle_workers=num_idle_workers,
-        next_idle_at=next_idle_at,
-    )
+def form(former: BatchFormer, now: float, workers: Workers | None = None) -> FormedBatch | None:
+    return former.form(now, free_pages=10**6, free_sequences=10**6, workers=workers or Workers())
 
 
 def bursts(
@@ -88,16 +84,16 @@ def test_nothing_is_held_while_another_worker_is_idle() -> None:
     policy, former = make()
     bursts(policy, until=10.0)
     former.add(queued("a", at=10.0))
-    assert form(former, 10.0, num_idle_workers=2) is not None
+    assert form(former, 10.0, Workers(num_idle=2)) is not None
 
 
 def test_nothing_is_held_if_another_worker_is_about_to_be_idle() -> None:
     policy, former = make()
     bursts(policy, until=10.0)
     former.add(queued("a", at=10.0))
-    assert form(former, 10.0, next_idle_at=10.0) is not None
+    assert form(former, 10.0, Workers(num_busy=1, next_idle_at=10.0)) is not None
     former.add(queued("b", at=10.0003))
-    assert form(former, 10.0003, next_idle_at=11.0) is None
+    assert form(former, 10.0003, Workers(num_busy=1, next_idle_at=11.0)) is None
 
 
 def test_a_hold_ends_at_the_users_timeout_and_at_a_deadline() -> None:
@@ -125,3 +121,38 @@ def test_a_saturated_batch_leaves_at_once_even_in_a_burst() -> None:
     formed = form(former, 10.0)
     assert formed is not None
     assert formed.reason == "saturated"
+
+
+def test_idle_workers_share_what_came_at_once() -> None:
+    _, former = make()
+    for i in range(8):
+        former.add(queued(f"r{i}", at=1.0))
+    sizes = []
+    for num_idle in (4, 3, 2, 1):
+        formed = form(former, 1.0, Workers(num_idle=num_idle, num_busy=4 - num_idle, next_idle_at=1.1))
+        assert formed is not None
+        assert formed.reason == "idle"
+        sizes.append(len(formed.requests))
+    assert sizes == [2, 2, 2, 2]
+
+
+def test_a_worker_leaves_some_to_one_that_is_idle_soon_but_not_to_one_that_is_not() -> None:
+    def batch(next_idle_at: float) -> int:
+        _, former = make()
+        for i in range(8):
+            former.add(queued(f"r{i}", at=1.0))
+        formed = form(former, 1.0, Workers(num_busy=1, next_idle_at=next_idle_at))
+        assert formed is not None
+        return len(formed.requests)
+
+    assert batch(next_idle_at=1.001) == 4
+    assert batch(next_idle_at=1.0128) == 8
+
+
+def test_a_long_queue_is_not_shared_but_fills_batches() -> None:
+    _, former = make()
+    for i in range(100):
+        former.add(queued(f"r{i}", 32, at=1.0))
+    formed = form(former, 1.0, Workers(num_idle=2))
+    assert formed is not None
+    assert (len(formed.requests), formed.reason) == (16, "full")

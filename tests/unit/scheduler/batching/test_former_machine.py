@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.former import BatchFormer
-from scheduler.batching.policies import FixedPolicy
+from scheduler.batching.policies import FixedPolicy, Workers
 from scheduler.batching.requests import FormedBatch, QueuedRequest
 from tests.unit.scheduler.batching.helpers import h200_model, queued
 
 PATIENCE_S = 1.0
 MAX_SKIP_S = 0.25
 POOL_PAGES = 40
-POOL_SEQUENCES = 24
+POOL_SEQUENCES = 10
 
 
 @dataclass
@@ -50,7 +50,7 @@ class FormerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(["fixed", "adaptive"]),
         max_requests=st.integers(1, 10),
-        max_tokens=st.none() | st.integers(16, 1500),
+        max_tokens=st.sampled_from([None, None, 16, 100, 300, 700, 1500]),
         timeout_s=st.sampled_from([0.0, 0.005, 0.05]),
         num_workers=st.integers(1, 3),
     )
@@ -192,8 +192,11 @@ class FormerMachine(RuleBasedStateMachine):
                 self.now,
                 free_pages=free_pages,
                 free_sequences=free_sequences,
-                num_idle_workers=self.num_idle,
-                next_idle_at=self.now + 0.01 if self.in_flight else None,
+                workers=Workers(
+                    num_idle=self.num_idle,
+                    num_busy=len(self.in_flight),
+                    next_idle_at=self.now + 0.01 if self.in_flight else None,
+                ),
             )
             if formed is None:
                 self.check_hold()
