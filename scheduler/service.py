@@ -39,6 +39,9 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _STOP_TIMEOUT_S = 5.0
 """After this long, processes that should have ended by themselves are killed."""
 
+_SIGNAL_CHECK_S = 0.2
+"""A signal waits at most this long for its handler to run."""
+
 
 class _StopSignal(BaseException):
     """Ctrl-C or SIGTERM. Not an `Exception`, so that nothing on the way handles it."""
@@ -63,8 +66,9 @@ def run_service(config: ServeConfig) -> int:
             folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
             with start_service(config, folder) as service:
                 _print_summary(config, folder, service, time.perf_counter() - started)
+                # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
                 while True:
-                    signal.pause()
+                    time.sleep(_SIGNAL_CHECK_S)
         except _StopSignal:
             _say("stopped")
             return 0
@@ -80,7 +84,11 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     context = _init_ray(config)
+    # Ray puts a handler of SIGTERM in place that prints a stack and aborts.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     actors: list[Any] = []
     try:
         yield _start_actors(config, folder, context.dashboard_url, actors)
