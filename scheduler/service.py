@@ -88,12 +88,12 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    context = _init_ray(config)
-    # Ray puts a handler of SIGTERM in place that prints a stack and aborts.
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     actors: list[Any] = []
     try:
+        context = _init_ray(config)
+        # Ray puts a handler of SIGTERM in place that prints a stack and aborts.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         yield _start_actors(config, folder, context.dashboard_url, actors)
     finally:
         # The dashboard's own children outlive it for a moment: they must not outlive the service.
@@ -258,6 +258,8 @@ def _stop_actors(actors: list[Any]) -> None:
     import ray
     from ray.exceptions import RayError
 
+    if not actors:
+        return
     stopping = [actor.stop.remote() for actor in reversed(actors) if hasattr(actor, "stop")]
     with suppress(RayError):
         ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT_S)
