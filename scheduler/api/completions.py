@@ -36,9 +36,10 @@ class CompletionStarter:
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
 
-    async def start(self, body: CompletionRequest) -> RunningCompletion:
+    async def start(self, body: CompletionRequest, key_digest: str = "") -> RunningCompletion:
         """Submit all sequences of a completion. The caller must close what is returned.
 
+        `key_digest` stands for the API key that the client sent; key and user together share what one is due.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
         if body.model not in self._model_names:
@@ -48,7 +49,7 @@ class CompletionStarter:
             )
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         prompts = await self._encode(body)
-        requests = make_requests(body, prompts, self._engine.model, self._engine.name, completion_id)
+        requests = make_requests(body, prompts, self._engine.model, self._engine.name, completion_id, key_digest)
         streams = await self._engine.submit(requests)
         choices = [
             _Choice(request=request, stream=stream, output=self._output(body))
@@ -78,6 +79,7 @@ def make_requests(
     model: ModelInfo,
     api_server: str,
     completion_id: str,
+    key_digest: str = "",
 ) -> list[Request]:
     """Return one request for each choice of each prompt: all choices of the first prompt, then of the
     second...
@@ -105,6 +107,9 @@ def make_requests(
                     api_server=api_server,
                     prompt_token_ids=prompt,
                     sampling=sampling,
+                    priority=body.priority,
+                    ttft_slo_s=None if body.ttft_slo_ms is None else body.ttft_slo_ms / 1000,
+                    tenant=f"{key_digest}/{body.user}",
                 )
             )
     return requests

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from tests.support.service import serve
 
 
 def files_in_shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
