@@ -307,7 +307,8 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         f"{len(service.decode)} DecodeWorker",
         "API": f"{service.url}/v1/completions",
         "metrics": f"{service.url}/metrics",
-        "dashboard": service.dashboard_url or "none",
+        # Ray asks for the token of its cluster, which a browser does not have yet.
+        "dashboard": f"{service.dashboard_url} (token: ray get-auth-token)" if service.dashboard_url else "none",
     }
     _say(f"version {version('purefill')} is ready after {seconds:.1f} s")
     for name, value in rows.items():
