@@ -268,10 +268,11 @@ class SchedulerCore:
                 # A batch in prefill still comes back, and is dropped then.
                 if entry.state is RequestState.DECODING:
                     self._fail(entry, WorkerFailedError.label, message, now)
-        if not self._prefill or not self._ledgers:
-            for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
+        most = self._max_total_tokens() if self._prefill else 0
+        for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
+            if entry.request.max_total_tokens > most:
                 self._former.remove(entry.request.request_id)
-                self._fail(entry, UnavailableError.label, "no worker is left to serve the request", now)
+                self._fail(entry, UnavailableError.label, "no worker is left that can serve the request", now)
 
     def tick(self, now: float) -> list[Action]:
         """Form the batches that are due for idle workers; return all actions since the last call."""
@@ -292,8 +293,8 @@ class SchedulerCore:
         first = group[0].request_id
         if not self._prefill or not self._ledgers:
             return Rejection(request_id=first, label=UnavailableError.label, message="no worker is ready")
+        most, ids = self._max_total_tokens(), set[str]()
         for request in group:
-            most = max(ledger.num_pages * ledger.page_size for ledger in self._ledgers.values())
             if request.max_total_tokens > most:
                 return Rejection(
                     request_id=request.request_id,
@@ -302,13 +303,14 @@ class SchedulerCore:
                     message=f"prompt and max_tokens must be <= {most} tokens together, the size of the KV pool, "
                     f"got {request.max_total_tokens}",
                 )
-            if request.request_id in self._entries:
+            if request.request_id in self._entries or request.request_id in ids:
                 return Rejection(
                     request_id=request.request_id,
                     label=InvalidRequestError.label,
                     param="request_id",
                     message=f"request_id {request.request_id} is in use",
                 )
+            ids.add(request.request_id)
         num_tokens = sum(request.num_prefill_tokens for request in group)
         if (
             self.num_waiting + len(group) > self._limits.max_requests
@@ -321,6 +323,10 @@ class SchedulerCore:
                 retry_after_s=1.0,
             )
         return None
+
+    def _max_total_tokens(self) -> int:
+        """Return how many tokens a sequence may have to fit the largest pool."""
+        return max((ledger.num_pages * ledger.page_size for ledger in self._ledgers.values()), default=0)
 
     def _enqueue(self, request: Request, now: float) -> None:
         page_size = max(ledger.page_size for ledger in self._ledgers.values())
