@@ -227,9 +227,7 @@ class SchedulerCore:
         if entry is None or entry.cancelled:
             return
         if entry.state is RequestState.WAITING:
-            self._former.remove(request_id)
-            if not self._former:
-                self._drain.left(0, 0, now, is_empty=True)
+            self._unqueue(request_id, now)
             self._end(entry, "cancelled", now)
         elif entry.state is RequestState.PREFILLING:
             entry.cancelled = True
@@ -280,10 +278,11 @@ class SchedulerCore:
                 # A batch in prefill still comes back, and is dropped then.
                 if entry.state is RequestState.DECODING:
                     self._fail(entry, WorkerFailedError.label, message, now)
-        if not self._prefill or not self._ledgers:
-            for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
-                self._former.remove(entry.request.request_id)
-                self._fail(entry, UnavailableError.label, "no worker is left to serve the request", now)
+        most = self._max_total_tokens() if self._prefill else 0
+        for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
+            if entry.request.max_total_tokens > most:
+                self._unqueue(entry.request.request_id, now)
+                self._fail(entry, UnavailableError.label, "no worker is left that can serve the request", now)
 
     def tick(self, now: float) -> list[Action]:
         """Form the batches that are due for idle workers; return all actions since the last call."""
@@ -307,8 +306,8 @@ class SchedulerCore:
         first = group[0].request_id
         if not self._prefill or not self._ledgers:
             return Rejection(request_id=first, label=UnavailableError.label, message="no worker is ready")
+        most, ids = self._max_total_tokens(), set[str]()
         for request in group:
-            most = max(ledger.num_pages * ledger.page_size for ledger in self._ledgers.values())
             if request.max_total_tokens > most:
                 return Rejection(
                     request_id=request.request_id,
@@ -317,13 +316,14 @@ class SchedulerCore:
                     message=f"prompt and max_tokens must be <= {most} tokens together, the size of the KV pool, "
                     f"got {request.max_total_tokens}",
                 )
-            if request.request_id in self._entries:
+            if request.request_id in self._entries or request.request_id in ids:
                 return Rejection(
                     request_id=request.request_id,
                     label=InvalidRequestError.label,
                     param="request_id",
                     message=f"request_id {request.request_id} is in use",
                 )
+            ids.add(request.request_id)
         self._admission.update(self._drain.state(self.num_waiting, self.num_waiting_tokens, now))
         try:
             # They are in the queue, which counts them, as soon as this returns.
@@ -336,6 +336,10 @@ class SchedulerCore:
         except InvalidRequestError as error:
             return Rejection(request_id=first, label=error.label, message=error.message)
         return None
+
+    def _max_total_tokens(self) -> int:
+        """Return how many tokens a sequence may have to fit the largest pool."""
+        return max((ledger.num_pages * ledger.page_size for ledger in self._ledgers.values()), default=0)
 
     def _enqueue(self, request: Request, now: float) -> None:
         page_size = max(ledger.page_size for ledger in self._ledgers.values())
@@ -351,6 +355,12 @@ class SchedulerCore:
             )
         )
         self._drain.arrived(now)
+
+    def _unqueue(self, request_id: str, now: float) -> None:
+        """Take a request out of the queue that will not be prefilled."""
+        self._former.remove(request_id)
+        if not self._former:
+            self._drain.left(0, 0, now, is_empty=True)
 
     def _dispatch(self, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
         expected_s = self._former.expected_seconds(formed.num_tokens)

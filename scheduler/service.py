@@ -139,7 +139,8 @@ def _init_ray(config: ServeConfig) -> Any:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place.
         return context
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"Ray cannot be started or joined: {error}") from error
+        hint = "; a cluster that wants a token needs RAY_AUTH_MODE=token here" if config.ray_address else ""
+        raise ConfigError(f"Ray cannot be started or joined: {error}{hint}") from error
 
 
 def _start_actors(
@@ -308,7 +309,10 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         f"{len(service.decode)} DecodeWorker",
         "API": f"{service.url}/v1/completions",
         "metrics": f"{service.url}/metrics",
-        "dashboard": service.dashboard_url or "none",
+        # Ray asks for the token of its cluster, which a browser does not have yet.
+        "dashboard": f"{service.dashboard_url} (token: ray get-auth-token)"
+        if service.dashboard_url
+        else "none",
     }
     _say(f"version {version('purefill')} is ready after {seconds:.1f} s")
     for name, value in rows.items():

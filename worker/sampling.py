@@ -66,8 +66,10 @@ def _exponential(seed: torch.Tensor, output_index: torch.Tensor, vocab_size: int
     """Return Exp(1) numbers ``[S, vocab]``, float32, the same for the same (seed, output index, token id)."""
     stream = _mix(seed + (output_index.long() + 1) * _GAMMA).unsqueeze(1)
     token = torch.arange(1, vocab_size + 1, device=seed.device).unsqueeze(0)
-    bits = (_mix(stream + token * _GAMMA) >> 40) & 0xFFFFFF
-    uniform = (bits.float() + 0.5) * 2.0**-24
+    # 23 bits and a half are exact in float32: with more, the largest number would round to 1, and its logarithm
+    # be a zero to divide by.
+    bits = (_mix(stream + token * _GAMMA) >> 41) & 0x7FFFFF
+    uniform = (bits.float() + 0.5) * 2.0**-23
     return -torch.log(uniform)
 
 

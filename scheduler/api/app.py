@@ -57,8 +57,8 @@ def _openai_routes(
 ) -> APIRouter:
     """Return the routes under `/v1`."""
 
-    async def authenticate(authorization: Annotated[str | None, Header()] = None) -> str:
-        return keys.check(authorization)
+    async def authenticate(request: Request, authorization: Annotated[str | None, Header()] = None) -> None:
+        request.state.key_digest = keys.check(authorization)
 
     starter = CompletionStarter(engine, tokenizer, model_names)
     created = int(time.time())
@@ -67,11 +67,9 @@ def _openai_routes(
     )
 
     @router.post("/completions", response_model=CompletionResponse)
-    async def create_completion(
-        body: CompletionRequest, request: Request, key_digest: Annotated[str, Depends(authenticate)]
-    ) -> Response:
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Complete each prompt, as one answer or as a stream of server-sent events."""
-        completion = await starter.start(body, key_digest)
+        completion = await starter.start(body, request.state.key_digest)
         if body.stream:
             return EventStream(completion.chunks(), completion.close)
         try:

@@ -49,7 +49,9 @@ class CompletionStarter:
             )
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         prompts = await self._encode(body)
-        requests = make_requests(body, prompts, self._engine.model, self._engine.name, completion_id, key_digest)
+        requests = make_requests(
+            body, prompts, self._engine.model, self._engine.name, completion_id, key_digest
+        )
         streams = await self._engine.submit(requests)
         choices = [
             _Choice(request=request, stream=stream, output=self._output(body))

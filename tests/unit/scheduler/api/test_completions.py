@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scheduler.api.completions import choice_seed
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import SamplingParams
-from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete
+from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, send
 
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -121,6 +121,20 @@ def submitted(tokenizer: Tokenizer, **fields: Any) -> list[SamplingParams]:
 def test_sampling_parameters_reach_the_engine(bytes_tokenizer: Tokenizer) -> None:
     fields = {"max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 42}
     assert submitted(bytes_tokenizer, **fields) == [SamplingParams(**fields, stop_token_ids=(END,))]
+
+
+def test_class_deadline_and_tenant_reach_the_engine(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(["x"] * 4)
+    app = app_over(engine, bytes_tokenizer, api_keys=("key-1", "key-2"))
+    for key, user in (("key-1", "ann"), ("key-1", "bob"), ("key-2", "ann"), ("key-1", "ann")):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "bytes", "prompt": "Hi", "priority": -1, "ttft_slo_ms": 250, "user": user}
+        send(app, "POST", "/v1/completions", json=body, headers=headers).raise_for_status()
+    assert {(request.priority, request.ttft_slo_s) for request in engine.requests} == {(-1, 0.25)}
+    tenants = [request.tenant for request in engine.requests]
+    assert tenants[0] == tenants[3]
+    assert len(set(tenants)) == 3
+    assert not any("key-1" in tenant for tenant in tenants)
 
 
 def test_defaults(bytes_tokenizer: Tokenizer) -> None:
