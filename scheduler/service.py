@@ -108,7 +108,7 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
 def free_port(host: str, port: int) -> int:
     """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
 
-    The ApiServers share their port, so one of another service would not be noticed when they bind it.
+    The ApiServers find out by themselves only when all else has been loaded; several that share their port do not.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -237,6 +237,7 @@ def _api_config(
         model_folder=str(folder.path),
         model=decode.model,
         api_keys=config.api_key,
+        shares_port=config.api_servers > 1,
     )
 
 
@@ -246,6 +247,11 @@ def _get(refs: list[Any]) -> list[Any]:
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
+        with _signals_held() as came:
+            pending = refs
+            while pending and not came:
+                done, pending = ray.wait(pending, num_returns=1, timeout=_SIGNAL_CHECK_S)
+                ray.get(done)
         return list(ray.get(refs))
     except RayTaskError as error:
         if isinstance(error.cause, ConfigError):
@@ -284,6 +290,28 @@ def _stop_on_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _signals_held() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the list that is given, and let their handlers have the first at the end.
+
+    What a handler raises while Ray's compiled code waits comes out when that has its answer, minutes later
+    perhaps, and as another error.
+    """
+    came: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    previous = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _say(line: str) -> None:

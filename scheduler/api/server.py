@@ -39,6 +39,8 @@ class ApiServerConfig:
     """Names by which requests may call the model; none: the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Who calls must know one of these; none: everybody may."""
+    shares_port: bool = False
+    """Whether other ApiServers listen on the same port."""
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -63,7 +65,7 @@ class ApiServer:
     async def start(self) -> str:
         """Bind the port, serve, and return the URL. Raises ConfigError if the port cannot be used."""
         config = self._config
-        listener = listen(config.host, config.port)
+        listener = listen(config.host, config.port, shared=config.shares_port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
         self._client = SchedulerClient(scheduler, name=config.name, model=config.model)
         app = create_app(
@@ -122,8 +124,8 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port, which other ApiServers may share.
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Return a socket that listens on the port. If it is `shared`, others that say so too may listen there.
 
     Raises ConfigError if the port cannot be used.
     """
@@ -131,9 +133,11 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setblocking(False)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error

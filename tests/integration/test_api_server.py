@@ -128,7 +128,9 @@ def scheduler() -> Iterator[Any]:
 
 
 def start_server(name: str = "api-0", port: int = 0) -> tuple[Any, str]:
-    config = ApiServerConfig(name=name, host="127.0.0.1", port=port, model_folder="/nowhere", model=MODEL)
+    config = ApiServerConfig(
+        name=name, host="127.0.0.1", port=port, model_folder="/nowhere", model=MODEL, shares_port=True
+    )
     actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
     url: str = ray.get(actor.start.remote())
     return actor, url
@@ -197,7 +199,21 @@ def test_a_port_in_use_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            listen("127.0.0.1", port)
+            listen("127.0.0.1", port, shared=True)
+
+
+def test_a_port_is_shared_only_with_those_who_share() -> None:
+    """Two services that start on one port at the same time must not both get it."""
+    with listen("127.0.0.1", 0, shared=False) as other:
+        port = other.getsockname()[1]
+        for shared in (False, True):
+            with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
+                listen("127.0.0.1", port, shared=shared)
+    with listen("127.0.0.1", 0, shared=True) as other:
+        port = other.getsockname()[1]
+        listen("127.0.0.1", port, shared=True).close()
+        with pytest.raises(ConfigError):
+            listen("127.0.0.1", port, shared=False)
 
 
 def test_the_name_in_the_dashboard() -> None:
