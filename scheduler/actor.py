@@ -31,9 +31,9 @@ from scheduler.messages import (
     RAY_NAMESPACE,
     DecodeWorkerInfo,
     PrefillWorkerInfo,
-    Rejection,
     Request,
     StepReport,
+    SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
 
@@ -76,12 +76,12 @@ class Scheduler:
         for prefill_info in prefill:
             self._core.add_prefill_worker(prefill_info)
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
-        """Accept each group of requests whole or not at all; return why not, one entry a group."""
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
+        """Accept each group of requests whole or not at all."""
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
         self._pump()
-        return rejections
+        return SubmitReply(rejections=rejections, queue=self._core.queue_state(now))
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""

@@ -25,6 +25,7 @@ from scheduler.messages import (
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
+    QueueState,
     Rejection,
     Request,
     SequenceRef,
@@ -182,6 +183,10 @@ class SchedulerCore:
         """Tokens of the requests in the queue."""
         return self._former.num_tokens
 
+    def queue_state(self, now: float) -> QueueState:
+        """Return what waits and how fast it drains."""
+        return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
+
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
@@ -328,10 +333,11 @@ class SchedulerCore:
                     message=f"request_id {request.request_id} is in use",
                 )
             ids.add(request.request_id)
-        self._admission.update(self._drain.state(self.num_waiting, self.num_waiting_tokens, now))
+        num_tokens = sum(request.num_prefill_tokens for request in group)
+        self._admission.update(self.queue_state(now), now)
         try:
             # They are in the queue, which counts them, as soon as this returns.
-            self._admission.admit(len(group), sum(request.num_prefill_tokens for request in group)).close()
+            self._admission.admit(len(group), num_tokens, now).close()
         except OverloadedError as error:
             retry_after_s = error.retry_after_s
             return Rejection(

@@ -84,6 +84,27 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """What the owner of a queue says of it."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    requests_per_s: float | None = None
+    """How fast requests left the queue of late, while any waited. None: not known yet."""
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitReply:
+    """The scheduler's answer to submitted groups of requests."""
+
+    rejections: tuple[Rejection | None, ...]
+    """For each group why it was not accepted, or None."""
+    queue: QueueState
+    """The queue after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right of one request to a set of KV pages of one decode worker, until the scheduler ends it.
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
 from scheduler.errors import UnavailableError
-from scheduler.messages import ModelInfo, Rejection, Request, TokenEvents
+from scheduler.messages import ModelInfo, Rejection, Request, SubmitReply, TokenEvents
 
 _HEARTBEAT_S = 1.0
 
@@ -43,11 +45,12 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`."""
+    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`. `admission` knows the queue's limits."""
         self._scheduler = scheduler
         self._name = name
         self._model = model
+        self._admission = admission
         self._router = TokenRouter()
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,6 +65,10 @@ class SchedulerClient:
     def model(self) -> ModelInfo:
         """The model that is served."""
         return self._model
+
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
+        return self._admission.admit_text(num_requests, num_chars, time.monotonic(), num_tokens=num_tokens)
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         """Start all of the requests, or none, and return their streams. Raises RequestError."""
@@ -138,7 +145,7 @@ class SchedulerClient:
     async def _exchange(self, submissions: Sequence[_Submission]) -> None:
         """Send submissions in one message and hand out the scheduler's answers."""
         try:
-            rejections: Sequence[Rejection | None] = await self._scheduler.submit.remote(
+            reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
         except RayError as error:
@@ -147,7 +154,8 @@ class SchedulerClient:
                 if not submission.answer.done():
                     submission.answer.set_exception(failure)
             return
-        for submission, rejection in zip(submissions, rejections, strict=True):
+        self._admission.update(reply.queue, time.monotonic())
+        for submission, rejection in zip(submissions, reply.rejections, strict=True):
             if not submission.answer.done():
                 submission.answer.set_result(rejection)
             elif rejection is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 import uvicorn
 
+from scheduler.admission import Admission
 from scheduler.api.app import create_app
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -41,6 +42,9 @@ class ApiServerConfig:
     """Who calls must know one of these; none: everybody may."""
     shares_port: bool = False
     """Whether other ApiServers listen on the same port."""
+    max_queued_requests: int = 1024
+    """The limits of the scheduler's queue."""
+    max_queued_tokens: int = 1_048_576
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -67,7 +71,8 @@ class ApiServer:
         config = self._config
         listener = listen(config.host, config.port, shared=config.shares_port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model)
+        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
         app = create_app(
             self._client,
             Tokenizer.from_folder(Path(config.model_folder)),

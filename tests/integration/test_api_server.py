@@ -13,6 +13,7 @@ import httpx
 import pytest
 import ray
 
+from scheduler.admission import Admission
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.server import ApiServer, ApiServerConfig, listen
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
@@ -20,9 +21,11 @@ from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
     ModelInfo,
+    QueueState,
     Rejection,
     Request,
     SamplingParams,
+    SubmitReply,
     TokenEvent,
     TokenEvents,
 )
@@ -45,12 +48,12 @@ class ScriptedScheduler:
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
         async with self.changed:
             self.changed.notify_all()
         answers = [await self._answer(group) for group in groups]
-        return tuple(answers)
+        return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -134,6 +137,11 @@ def start_server(name: str = "api-0", port: int = 0) -> tuple[Any, str]:
     actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
     url: str = ray.get(actor.start.remote())
     return actor, url
+
+
+def new_client(scheduler: Any) -> SchedulerClient:
+    admission = Admission(max_requests=100, max_tokens=10_000)
+    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission)
 
 
 @pytest.fixture
@@ -273,7 +281,7 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
 
 def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = new_client(scheduler)
         results = await asyncio.gather(
             client.submit([request("a", 8), request("b", 8)]),
             client.submit([request("c", 8), request("d", 9)]),
@@ -292,7 +300,7 @@ def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: 
 
 def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = new_client(scheduler)
         submitting = asyncio.create_task(client.submit([request("a", 7), request("b", 7)]))
         await scheduler.wait_for_submissions.remote(1)
         submitting.cancel()
@@ -306,7 +314,7 @@ def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(schedu
 
 def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = new_client(scheduler)
         ray.kill(scheduler)
         with pytest.raises(UnavailableError):
             await client.submit([request("a", 8)])
