@@ -27,8 +27,8 @@ class Arrivals:
         self._num_tokens = 0
 
     def observe(self, now: float, num_tokens: int) -> None:
-        """A request of `num_tokens` tokens arrived. Times must not decrease."""
-        self._times.append(now)
+        """A request of `num_tokens` tokens arrived. One that is reported late counts as of the last."""
+        self._times.append(max(now, self._times[-1]) if self._times else now)
         self._tokens.append(num_tokens)
         self._num_tokens += num_tokens
         self._forget(now)

@@ -58,6 +58,13 @@ def test_too_few_arrivals_foretell_nothing() -> None:
     assert arrivals.gaps(0.004) == []
 
 
+def test_an_arrival_that_is_reported_late_makes_no_negative_gap() -> None:
+    arrivals = Arrivals()
+    for now in (0.0, 0.1, 0.05, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
+        arrivals.observe(now, 1)
+    assert arrivals.gaps(0.8)[0] == 0.0
+
+
 def test_memory_is_bounded() -> None:
     arrivals, rng, now = Arrivals(), random.Random(0), 0.0
     for _ in range(10_000):
