@@ -83,6 +83,9 @@ class SchedulerMetrics:
         self._queue_requests.set(core.num_waiting)
         self._queue_tokens.set(core.num_waiting_tokens)
         self._live.set(core.num_live)
+        # What a decode worker that died had says nothing any more.
+        self._pages.clear()
+        self._leases.clear()
         for ledger in core.ledgers:
             self._pages.labels("decode", ledger.worker, "free").set(ledger.free_pages)
             self._pages.labels("decode", ledger.worker, "used").set(ledger.num_pages - ledger.free_pages)

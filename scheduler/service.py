@@ -112,8 +112,11 @@ def free_port(host: str, port: int) -> int:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        socket.getaddrinfo(host, port)  # create_server would not say that it is the host that is wrong
         with socket.create_server((host, port), family=family) as probe:
             return int(probe.getsockname()[1])
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host must be an address of this machine, got {host}") from error
     except OSError as error:
         raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
 

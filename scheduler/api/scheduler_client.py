@@ -114,7 +114,7 @@ class SchedulerClient:
                 self._down = False
             except RayActorError:
                 if not self._down:
-                    logger.exception("the scheduler is down")
+                    logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
             await asyncio.sleep(_HEARTBEAT_S)
