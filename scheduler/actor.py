@@ -8,12 +8,16 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from graphs.buckets import default_token_ladder
+from scheduler.batching.adaptive import AdaptivePolicy
+from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
+from scheduler.batching.policies import FixedPolicy
 from scheduler.core import (
     Action,
     QueueLimits,
@@ -40,6 +44,7 @@ _LOG = logging.getLogger(__name__)
 class SchedulerConfig:
     """What the Scheduler actor is started with."""
 
+    batch_policy: Literal["fixed", "adaptive"]
     max_batch_requests: int
     batch_timeout_s: float
     max_batch_tokens: int | None
@@ -52,13 +57,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
-        former = BatchFormer(
-            max_requests=config.max_batch_requests,
-            timeout_s=config.batch_timeout_s,
-            max_tokens=config.max_batch_tokens,
-        )
         self._metrics = SchedulerMetrics()
-        self._core = SchedulerCore(former, config.queue_limits, self._metrics)
+        self._core = SchedulerCore(_make_former(config), config.queue_limits, self._metrics)
         self._handles: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,6 +161,19 @@ class Scheduler:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _make_former(config: SchedulerConfig) -> BatchFormer:
+    # Until a worker has measured its buckets, all tokens count the same.
+    cost_model = CostModel.proportional(default_token_ladder(512))
+    policy_class = FixedPolicy if config.batch_policy == "fixed" else AdaptivePolicy
+    policy = policy_class(
+        max_requests=config.max_batch_requests,
+        timeout_s=config.batch_timeout_s,
+        max_tokens=config.max_batch_tokens,
+        cost_model=cost_model,
+    )
+    return BatchFormer(policy, cost_model)
 
 
 def _cause(error: RayError) -> str:

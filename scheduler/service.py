@@ -159,6 +159,7 @@ def _start_actors(
         SCHEDULER_NAME,
         actors,
         SchedulerConfig(
+            batch_policy=config.batch_policy,
             max_batch_requests=config.max_batch_requests,
             batch_timeout_s=config.batch_timeout_ms / 1000,
             max_batch_tokens=config.max_batch_tokens,
