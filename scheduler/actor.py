@@ -27,13 +27,16 @@ from scheduler.core import (
     SendEvents,
     SendPrefill,
 )
+from scheduler.errors import OverloadedError
 from scheduler.messages import (
     RAY_NAMESPACE,
     DecodeWorkerInfo,
+    Heartbeat,
     PrefillWorkerInfo,
-    Rejection,
+    QueueState,
     Request,
     StepReport,
+    SubmitAnswer,
 )
 from scheduler.metrics import SchedulerMetrics
 
@@ -76,12 +79,24 @@ class Scheduler:
         for prefill_info in prefill:
             self._core.add_prefill_worker(prefill_info)
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
-        """Accept each group of requests whole or not at all; return why not, one entry a group."""
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitAnswer:
+        """Accept each group of requests whole or not at all."""
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
+        queue = self._core.queue_state(now)
         self._pump()
-        return rejections
+        return SubmitAnswer(rejections=rejections, queue=queue)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> QueueState:
+        """Take in what an ApiServer did by itself, and tell it what waits."""
+        self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+        return self._core.queue_state(time.monotonic())
+
+    async def abort(self, completion_id: str) -> int:
+        """End all sequences of a completion, whoever asked for it; return how many there were."""
+        num_sequences = self._core.abort(completion_id, time.monotonic())
+        self._pump()
+        return num_sequences
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""

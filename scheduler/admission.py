@@ -8,12 +8,12 @@ hold yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp
 from types import TracebackType
 from typing import Self
 
 from scheduler.errors import InvalidRequestError, OverloadedError
+from scheduler.messages import QueueState
 
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S = 1.0
@@ -21,17 +21,6 @@ _MAX_RETRY_S = 60.0
 _FIRST_CHARS_PER_TOKEN = 4.0
 _CHARS_KEPT = 0.99
 """How much of the past the average of characters per token keeps at each request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueState:
-    """What the owner of a queue says of it."""
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    requests_per_s: float | None = None
-    """How fast requests left the queue of late, while any waited. None: not known yet."""
-    tokens_per_s: float | None = None
 
 
 class DrainRate:

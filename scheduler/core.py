@@ -15,7 +15,13 @@ from typing import Protocol
 from scheduler.admission import Admission, DrainRate
 from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
-from scheduler.errors import InvalidRequestError, OverloadedError, UnavailableError, WorkerFailedError
+from scheduler.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+    WorkerFailedError,
+)
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
@@ -25,6 +31,7 @@ from scheduler.messages import (
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
+    QueueState,
     Rejection,
     Request,
     SequenceRef,
@@ -237,6 +244,19 @@ class SchedulerCore:
             self._cancel_decode(entry)
             self._end(entry, "cancelled", now)
 
+    def abort(self, completion_id: str, now: float) -> int:
+        """End all sequences of a completion on somebody else's wish, and tell its ApiServer; return how many."""
+        prefix = f"{completion_id}-"
+        entries = [entry for request_id, entry in self._entries.items() if request_id.startswith(prefix)]
+        for entry in entries:
+            self._tell(entry, RequestCancelledError.label, "the request was cancelled")
+            self.cancel(entry.request.request_id, now)
+        return len(entries)
+
+    def queue_state(self, now: float) -> QueueState:
+        """Return what waits, and how fast the queue drains."""
+        return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
+
     def prefill_done(self, result: PrefillResult, now: float) -> None:
         """A prefill worker finished its batch and is idle again."""
         self._observer.prefilled(result)
@@ -326,7 +346,7 @@ class SchedulerCore:
                     message=f"request_id {request.request_id} is in use",
                 )
             ids.add(request.request_id)
-        self._admission.update(self._drain.state(self.num_waiting, self.num_waiting_tokens, now))
+        self._admission.update(self.queue_state(now))
         try:
             # They are in the queue, which counts them, as soon as this returns.
             self._admission.admit(len(group), sum(request.num_prefill_tokens for request in group)).close()
@@ -417,6 +437,11 @@ class SchedulerCore:
 
     def _fail(self, entry: _Entry, label: str, message: str, now: float) -> None:
         """End a request with an error, and tell its ApiServer."""
+        self._tell(entry, label, message)
+        self._end(entry, label, now)
+
+    def _tell(self, entry: _Entry, label: str, message: str) -> None:
+        """Send an error to a request's ApiServer."""
         self._outbox.events[entry.request.api_server].append(
             TokenEvent(
                 request_id=entry.request.request_id,
@@ -425,7 +450,6 @@ class SchedulerCore:
                 error_message=message,
             )
         )
-        self._end(entry, label, now)
 
     def _end(self, entry: _Entry, outcome: str, now: float) -> None:
         del self._entries[entry.request.request_id]

@@ -84,6 +84,35 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """What the owner of a queue says of it."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    requests_per_s: float | None = None
+    """How fast requests left the queue of late, while any waited. None: not known yet."""
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitAnswer:
+    """What the scheduler says to submitted groups of requests."""
+
+    rejections: tuple[Rejection | None, ...]
+    """Why not, one entry a group; None where all of the group were accepted."""
+    queue: QueueState
+    """The queue with them in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What an ApiServer tells the scheduler about once a second."""
+
+    num_overloaded: int
+    """Requests that it turned away since the last heartbeat, because the queue seemed full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right of one request to a set of KV pages of one decode worker, until the scheduler ends it.
 

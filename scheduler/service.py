@@ -236,6 +236,8 @@ def _api_config(
         port=config.port,
         model_folder=str(folder.path),
         model=decode.model,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         api_keys=config.api_key,
     )
 

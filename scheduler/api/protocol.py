@@ -276,6 +276,14 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class DeletedRequest(BaseModel):
+    """The answer to `DELETE /v1/requests/{id}`."""
+
+    id: str
+    object: Literal["request"] = "request"
+    deleted: Literal[True] = True
+
+
 class ErrorInfo(BaseModel):
     """What went wrong. All four fields are always present."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 import uvicorn
 
+from scheduler.admission import Admission
 from scheduler.api.app import create_app
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -35,6 +36,10 @@ class ApiServerConfig:
     model_folder: str
     """Folder with the model's `tokenizer.json`; without that file prompts must be token ids."""
     model: ModelInfo
+    max_queued_requests: int
+    """What may wait before requests are turned away, in requests..."""
+    max_queued_tokens: int
+    """...and in tokens."""
     model_names: tuple[str, ...] = ()
     """Names by which requests may call the model; none: the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -65,7 +70,8 @@ class ApiServer:
         config = self._config
         listener = listen(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model)
+        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
         app = create_app(
             self._client,
             Tokenizer.from_folder(Path(config.model_folder)),
