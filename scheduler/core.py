@@ -246,8 +246,7 @@ class SchedulerCore:
 
     def abort(self, completion_id: str, now: float) -> int:
         """End all sequences of a completion on somebody else's wish, and tell its ApiServer; return how many."""
-        prefix = f"{completion_id}-"
-        entries = [entry for request_id, entry in self._entries.items() if request_id.startswith(prefix)]
+        entries = [e for e in self._entries.values() if e.request.completion_id == completion_id]
         for entry in entries:
             self._tell(entry, RequestCancelledError.label, "the request was cancelled")
             self.cancel(entry.request.request_id, now)

@@ -47,6 +47,7 @@ class Request:
     """One sequence to compute, as an ApiServer submits it."""
 
     request_id: str
+    """Never used again, so that a late message about it means nothing to another."""
     api_server: str
     """Name of the ApiServer actor to which the tokens go."""
     prompt_token_ids: tuple[int, ...]
@@ -59,6 +60,8 @@ class Request:
     """Wished time from arrival to first token."""
     tenant: str = ""
     """Whose request it is, for fairness: a digest of the API key, or the `user` field."""
+    completion_id: str = ""
+    """What the client knows it by: the sequences of one completion share it."""
 
     @property
     def num_prefill_tokens(self) -> int:

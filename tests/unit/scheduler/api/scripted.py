@@ -70,7 +70,7 @@ class ScriptedEngine:
         return self.admission.admit_text(num_requests, num_chars)
 
     async def abort(self, completion_id: str) -> int:
-        ids = [r.request_id for r in self.requests if r.request_id.startswith(f"{completion_id}-")]
+        ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
         for request_id in ids:
             self.fail(request_id, "cancelled", "the request was cancelled")
         return len(ids)

@@ -385,19 +385,18 @@ def test_a_bug_in_a_stream_tells_nothing(
     assert "a stream failed" in caplog.text
 
 
-def test_a_running_request_is_deleted_by_the_id_of_its_chunks(bytes_tokenizer: Tokenizer) -> None:
+def test_a_running_request_is_deleted_by_its_id(bytes_tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine()
     app = app_over(engine, bytes_tokenizer)
 
     async def run() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://purefill") as client:
-            body = {"model": "bytes", "prompt": "Hi", "n": 2}
+            body = {"model": "bytes", "prompt": "Hi", "n": 2, "request_id": "mine"}
             completing = asyncio.create_task(client.post("/v1/completions", json=body))
             await engine.submitted.wait()
-            completion_id = engine.requests[0].request_id.removesuffix("-0")
-            deleted = await client.delete(f"/v1/requests/{completion_id}")
-            unknown = await client.delete("/v1/requests/cmpl-0")
+            deleted = await client.delete("/v1/requests/mine")
+            unknown = await client.delete("/v1/requests/min")
             return deleted, unknown, await completing
 
     deleted, unknown, completion = asyncio.run(run())
