@@ -19,7 +19,7 @@ import psutil
 
 from graphs.buckets import default_token_ladder
 from scheduler.actor import Scheduler, SchedulerConfig
-from scheduler.api.server import ApiServer, ApiServerConfig
+from scheduler.api.server import ApiServer, ApiServerConfig, listen
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
@@ -62,13 +62,14 @@ def run_service(config: ServeConfig) -> int:
     with _stop_on_signals():
         try:
             started = time.perf_counter()
-            config = config.model_copy(update={"port": free_port(config.host, config.port)})
-            folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
-            with start_service(config, folder) as service:
-                _print_summary(config, folder, service, time.perf_counter() - started)
-                # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
-                while True:
-                    time.sleep(_SIGNAL_CHECK_S)
+            with reserved_port(config.host, config.port) as port:
+                config = config.model_copy(update={"port": port})
+                folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
+                with start_service(config, folder) as service:
+                    _print_summary(config, folder, service, time.perf_counter() - started)
+                    # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
+                    while True:
+                        time.sleep(_SIGNAL_CHECK_S)
         except _StopSignal:
             _say("stopped")
             return 0
@@ -105,17 +106,19 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
             process.kill()
 
 
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
-
-    The ApiServers share their port, so one of another service would not be noticed when they bind it.
-    """
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Keep the port, or a free one for 0, for the ApiServers, which share it. Raises `ConfigError` if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        # An ApiServer of another service would share its port with ours: this socket shares with nobody.
         with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
+            port = probe.getsockname()[1]
     except OSError as error:
         raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
+    # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then.
+    with listen(host, port):
+        yield port
 
 
 def _init_ray(config: ServeConfig) -> Any:
