@@ -6,6 +6,7 @@ bucket. So the times are those of queueing, holding and prefill, without network
     python -m benchmarks.batching                       a few minutes
     python -m benchmarks.batching --seeds 1 --seconds 10    a quick look
     python -m benchmarks.batching --plot docs/batching.png  draws them
+    python -m benchmarks.batching --real 8              and the real front against Ray Serve's @serve.batch
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from statistics import fmean
 
 from benchmarks import h200
 from benchmarks.loads import Load, azure_code, fan_outs, poisson
+from benchmarks.serve_batch import compare
 from benchmarks.virtual import Outcome, Setting, run
 
 FIXED = tuple(Setting("fixed", n, ms / 1000) for n in (1, 4, 8, 16) for ms in (5, 20, 50))
@@ -93,6 +95,7 @@ def draw(played: list[tuple[Load, Results]], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import StrMethodFormatter
 
     figure, axes = plt.subplots(2, (len(played) + 1) // 2, figsize=(17, 8), layout="constrained")
     for axis in axes.flat[len(played) :]:
@@ -106,6 +109,9 @@ def draw(played: list[tuple[Load, Results]], path: Path) -> None:
             axis.plot([x], [top], "_", color=color, markersize=12, markeredgewidth=3)
         axis.axhline(1000 * p99(results[ADAPTIVE]), color="tab:green", linewidth=0.8, linestyle=":")
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.tick_params(axis="y", which="both", labelsize=7)
         axis.set_title(load.name, fontsize=10)
         labels = [
             "adaptive" if s == ADAPTIVE else f"{s.max_requests}/{1000 * s.timeout_s:g}" for s in results
@@ -131,6 +137,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the random loads (default 30)")
     parser.add_argument("--prefill-workers", type=int, default=1)
     parser.add_argument("--plot", type=Path, help="write a picture to this file (needs matplotlib)")
+    parser.add_argument(
+        "--real",
+        type=float,
+        metavar="SECONDS",
+        help="then measure the real front against @serve.batch, so long at each setting (needs ray[serve])",
+    )
     options = parser.parse_args()
     played = [
         one
@@ -144,6 +156,8 @@ def main() -> None:
     print(f"  at least 25 % below {DEFAULT} at its worst load: {max(gains.values()):.0%} below")
     if options.plot is not None:
         draw(played, options.plot)
+    if options.real is not None:
+        compare(options.real)
 
 
 if __name__ == "__main__":

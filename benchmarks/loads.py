@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-SHARED = Path(os.environ.get("PUREFILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+SHARED = Path(os.environ.get("SHARED_DIR", Path(__file__).resolve().parents[2] / "shared"))
 AZURE_CODE_TRACE = SHARED / "data" / "AzureLLMInferenceTrace_code.csv.gz"
 
 

@@ -234,9 +234,7 @@ class SchedulerCore:
         if entry is None or entry.cancelled:
             return
         if entry.state is RequestState.WAITING:
-            self._former.remove(request_id)
-            if not self._former:
-                self._drain.left(0, 0, now, is_empty=True)
+            self._unqueue(request_id, now)
             self._end(entry, "cancelled", now)
         elif entry.state is RequestState.PREFILLING:
             entry.cancelled = True
@@ -302,7 +300,7 @@ class SchedulerCore:
         most = self._max_total_tokens() if self._prefill else 0
         for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
             if entry.request.max_total_tokens > most:
-                self._former.remove(entry.request.request_id)
+                self._unqueue(entry.request.request_id, now)
                 self._fail(entry, UnavailableError.label, "no worker is left that can serve the request", now)
 
     def tick(self, now: float) -> list[Action]:
@@ -376,6 +374,12 @@ class SchedulerCore:
             )
         )
         self._drain.arrived(now)
+
+    def _unqueue(self, request_id: str, now: float) -> None:
+        """Take a request out of the queue that will not be prefilled."""
+        self._former.remove(request_id)
+        if not self._former:
+            self._drain.left(0, 0, now, is_empty=True)
 
     def _dispatch(self, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
         expected_s = self._former.expected_seconds(formed.num_tokens)

@@ -52,6 +52,7 @@ class CostModel:
             if num_tokens < 1 or not 0 < seconds < inf:
                 raise ValueError(f"seconds_by_bucket must hold numbers > 0, got {num_tokens}: {seconds}")
         self._buckets = sorted(seconds_by_bucket)
+        self._largest = self._buckets[-1]
         # A larger bucket never costs less: where it was measured so, that was noise.
         self._seconds = list(accumulate((seconds_by_bucket[bucket] for bucket in self._buckets), max))
         self._find_saturation()
@@ -102,7 +103,7 @@ class CostModel:
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest bucket."""
-        return self._buckets[-1]
+        return self._largest
 
     @property
     def saturation_tokens(self) -> int:
@@ -116,27 +117,29 @@ class CostModel:
 
     def padded(self, num_tokens: int) -> int:
         """Return how many tokens are computed for a batch of `num_tokens`, padding included."""
-        chunks, rest = divmod(num_tokens, self.max_tokens)
-        return chunks * self.max_tokens + (self._buckets[bisect_left(self._buckets, rest)] if rest else 0)
+        if 0 < num_tokens <= self._largest:
+            return self._buckets[bisect_left(self._buckets, num_tokens)]
+        chunks, rest = divmod(num_tokens, self._largest)
+        return chunks * self._largest + (self._buckets[bisect_left(self._buckets, rest)] if rest else 0)
 
     def seconds(self, num_tokens: int) -> float:
         """Return the expected seconds of a batch of `num_tokens` tokens, padding not counted."""
-        if num_tokens <= self.max_tokens:
+        if num_tokens <= self._largest:
             return self._seconds[bisect_left(self._buckets, num_tokens)] if num_tokens else 0.0
-        chunks, rest = divmod(num_tokens, self.max_tokens)
+        chunks, rest = divmod(num_tokens, self._largest)
         return chunks * self._seconds[-1] + self.seconds(rest)
 
     def smaller_bucket(self, num_tokens: int) -> int:
         """Return the most tokens that cost less than a batch of `num_tokens`; 0 if there are none."""
-        chunks, rest = divmod(num_tokens - 1, self.max_tokens)
+        chunks, rest = divmod(num_tokens - 1, self._largest)
         i = bisect_left(self._buckets, rest + 1)
-        return chunks * self.max_tokens + (self._buckets[i - 1] if i else 0)
+        return chunks * self._largest + (self._buckets[i - 1] if i else 0)
 
     def buckets_from(self, num_tokens: int) -> list[int]:
         """Return the token counts from `num_tokens` on that need no padding, and no chunk more than it."""
-        chunks, rest = divmod(num_tokens - 1, self.max_tokens)
+        chunks, rest = divmod(num_tokens - 1, self._largest)
         i = bisect_left(self._buckets, rest + 1)
-        return [chunks * self.max_tokens + bucket for bucket in self._buckets[i:]]
+        return [chunks * self._largest + bucket for bucket in self._buckets[i:]]
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn that a batch of `num_tokens` tokens, padding not counted, took `seconds`."""
@@ -145,7 +148,7 @@ class CostModel:
             return
         ratio = min(max(seconds / expected, 1 / _MAX_RATIO), _MAX_RATIO)
         largest = len(self._buckets) - 1
-        i = bisect_left(self._buckets, num_tokens) if num_tokens <= self.max_tokens else largest
+        i = bisect_left(self._buckets, num_tokens) if num_tokens <= self._largest else largest
         value = self._seconds[i] * (1 + _NEWEST_WEIGHT * (ratio - 1))
         self._seconds[:i] = [min(below, value) for below in self._seconds[:i]]
         self._seconds[i] = value

@@ -80,7 +80,14 @@ class OrderedQueue(Generic[T]):
 
     def first(self) -> T | None:
         """Return the first item, or None."""
-        return next(iter(self), None)
+        for key in self._head:
+            if key[4].live:
+                return key[4]
+        pulled = self._pull()
+        if pulled is None:
+            return None
+        self._head.append(pulled)
+        return pulled[4]
 
     def __iter__(self) -> Iterator[T]:
         """Walk along the items in order. The queue must not change meanwhile."""
