@@ -92,9 +92,10 @@ class SchedulerMetrics:
             self._leases.labels(ledger.worker).set(ledger.num_leases)
         return generate_latest(self._registry).decode()
 
-    def rejected(self, label: str) -> None:
-        """Count a request that was not accepted."""
-        self._rejections.labels(label).inc()
+    def rejected(self, label: str, count: int = 1) -> None:
+        """Count requests that were not accepted."""
+        if count:
+            self._rejections.labels(label).inc(count)
 
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
         """Count a batch, and log it."""

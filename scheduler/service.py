@@ -19,7 +19,7 @@ import psutil
 
 from graphs.buckets import default_token_ladder
 from scheduler.actor import Scheduler, SchedulerConfig
-from scheduler.api.server import ApiServer, ApiServerConfig
+from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
@@ -62,13 +62,14 @@ def run_service(config: ServeConfig) -> int:
     with _stop_on_signals():
         try:
             started = time.perf_counter()
-            config = config.model_copy(update={"port": free_port(config.host, config.port)})
-            folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
-            with start_service(config, folder) as service:
-                _print_summary(config, folder, service, time.perf_counter() - started)
-                # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
-                while True:
-                    time.sleep(_SIGNAL_CHECK_S)
+            with reserved_port(config.host, config.port) as port:
+                config = config.model_copy(update={"port": port})
+                folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
+                with start_service(config, folder) as service:
+                    _print_summary(config, folder, service, time.perf_counter() - started)
+                    # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
+                    while True:
+                        time.sleep(_SIGNAL_CHECK_S)
         except _StopSignal:
             _say("stopped")
             return 0
@@ -105,20 +106,22 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
             process.kill()
 
 
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
-
-    The ApiServers find out by themselves only when all else has been loaded; several that share their port do not.
-    """
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Keep the port, or a free one for 0, for the ApiServers, which share it. Raises `ConfigError` if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.getaddrinfo(host, port)  # create_server would not say that it is the host that is wrong
+        # An ApiServer of another service would share its port with ours: this socket shares with nobody.
         with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
+            port = probe.getsockname()[1]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"host must be an address of this machine, got {host}") from error
     except OSError as error:
         raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
+    # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then.
+    with bind_shared(host, port):
+        yield port
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -162,6 +165,7 @@ def _start_actors(
         SCHEDULER_NAME,
         actors,
         SchedulerConfig(
+            batch_policy=config.batch_policy,
             max_batch_requests=config.max_batch_requests,
             batch_timeout_s=config.batch_timeout_ms / 1000,
             max_batch_tokens=config.max_batch_tokens,
@@ -238,8 +242,9 @@ def _api_config(
         port=config.port,
         model_folder=str(folder.path),
         model=decode.model,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         api_keys=config.api_key,
-        shares_port=config.api_servers > 1,
     )
 
 

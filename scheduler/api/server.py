@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 import uvicorn
 
+from scheduler.admission import Admission
 from scheduler.api.app import create_app
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -35,12 +36,14 @@ class ApiServerConfig:
     model_folder: str
     """Folder with the model's `tokenizer.json`; without that file prompts must be token ids."""
     model: ModelInfo
+    max_queued_requests: int
+    """What may wait before requests are turned away, in requests..."""
+    max_queued_tokens: int
+    """...and in tokens."""
     model_names: tuple[str, ...] = ()
     """Names by which requests may call the model; none: the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Who calls must know one of these; none: everybody may."""
-    shares_port: bool = False
-    """Whether other ApiServers listen on the same port."""
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -65,9 +68,10 @@ class ApiServer:
     async def start(self) -> str:
         """Bind the port, serve, and return the URL. Raises ConfigError if the port cannot be used."""
         config = self._config
-        listener = listen(config.host, config.port, shared=config.shares_port)
+        listener = bind_shared(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model)
+        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
         app = create_app(
             self._client,
             Tokenizer.from_folder(Path(config.model_folder)),
@@ -124,8 +128,8 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Return a socket that listens on the port. If it is `shared`, others that say so too may listen there.
+def bind_shared(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the port, which others who bind it by this function share.
 
     Raises ConfigError if the port cannot be used.
     """
@@ -133,11 +137,9 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setblocking(False)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error

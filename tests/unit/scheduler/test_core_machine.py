@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer, FormedBatch
+from scheduler.batching.policies import FixedPolicy
 from scheduler.core import (
     Action,
     QueueLimits,
@@ -51,7 +53,9 @@ MODEL = ModelInfo(
 
 
 def make_core(observer: Ends) -> SchedulerCore:
-    return SchedulerCore(BatchFormer(max_requests=4, timeout_s=TIMEOUT_S), LIMITS, observer)
+    cost_model = CostModel.proportional([16, 64])
+    policy = FixedPolicy(max_requests=4, timeout_s=TIMEOUT_S, cost_model=cost_model)
+    return SchedulerCore(BatchFormer(policy, cost_model), LIMITS, observer)
 
 
 def prefill_info(name: str) -> PrefillWorkerInfo:

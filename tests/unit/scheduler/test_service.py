@@ -2,12 +2,22 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.api.server import bind_shared
 from scheduler.errors import ConfigError
-from scheduler.service import free_port
+from scheduler.service import reserved_port
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", ".."])
 def test_a_host_that_is_not_known_is_named(host: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        free_port(host, 0)
+    with pytest.raises(ConfigError) as caught, reserved_port(host, 0):
+        pass
     assert str(caught.value) == f"host must be an address of this machine, got {host}"
+
+
+def test_a_port_is_kept_from_other_services() -> None:
+    with reserved_port("127.0.0.1", 0) as port, bind_shared("127.0.0.1", port):
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
+            with reserved_port("127.0.0.1", port):
+                pass
+    with reserved_port("127.0.0.1", port) as again:
+        assert again == port
