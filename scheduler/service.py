@@ -19,7 +19,7 @@ import psutil
 
 from graphs.buckets import default_token_ladder
 from scheduler.actor import Scheduler, SchedulerConfig
-from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
+from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
@@ -115,12 +115,16 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         # An ApiServer of another service would share its port with ours: this socket shares with nobody.
         with socket.create_server((host, port), family=family) as probe:
             port = probe.getsockname()[1]
+        # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then. Without
+        # SO_REUSEADDR this socket, which does not listen, stands in the way of other probes.
+        keeper = socket.socket(family, socket.SOCK_STREAM)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind((host, port))
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"host must be an address of this machine, got {host}") from error
     except OSError as error:
         raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
-    # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then.
-    with bind_shared(host, port):
+    with keeper:
         yield port
 
 

@@ -16,8 +16,8 @@ def test_a_host_that_is_not_known_is_named(host: str) -> None:
 
 def test_a_port_is_kept_from_other_services() -> None:
     with reserved_port("127.0.0.1", 0) as port, bind_shared("127.0.0.1", port):
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            with reserved_port("127.0.0.1", port):
-                pass
+        in_use = pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used")
+        with in_use, reserved_port("127.0.0.1", port):
+            pass
     with reserved_port("127.0.0.1", port) as again:
         assert again == port
