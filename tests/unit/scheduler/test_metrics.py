@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
+from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.messages import DecodeWorkerInfo, ModelInfo, PoolHandle
 from scheduler.metrics import SchedulerMetrics
@@ -30,9 +32,9 @@ def decode_info(name: str) -> DecodeWorkerInfo:
 
 def test_the_pages_of_a_worker_that_died_are_shown_no_more() -> None:
     metrics = SchedulerMetrics()
-    core = SchedulerCore(
-        BatchFormer(max_requests=1, timeout_s=0.0), QueueLimits(max_requests=1, max_tokens=1), metrics
-    )
+    cost_model = CostModel.proportional([16])
+    former = BatchFormer(FixedPolicy(max_requests=1, timeout_s=0.0, cost_model=cost_model), cost_model)
+    core = SchedulerCore(former, QueueLimits(max_requests=1, max_tokens=1), metrics)
     for name in ("decode-0", "decode-1"):
         core.add_decode_worker(decode_info(name))
     page_line = 'purefill_kv_pages{pool="decode",state="free",worker="decode-1"} 7.0'
