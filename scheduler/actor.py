@@ -36,7 +36,7 @@ from scheduler.messages import (
     QueueState,
     Request,
     StepReport,
-    SubmitAnswer,
+    SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
 
@@ -79,13 +79,13 @@ class Scheduler:
         for prefill_info in prefill:
             self._core.add_prefill_worker(prefill_info)
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitAnswer:
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         """Accept each group of requests whole or not at all."""
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
         queue = self._core.queue_state(now)
         self._pump()
-        return SubmitAnswer(rejections=rejections, queue=queue)
+        return SubmitReply(rejections=rejections, queue=queue)
 
     async def heartbeat(self, heartbeat: Heartbeat) -> QueueState:
         """Take in what an ApiServer did by itself, and tell it what waits."""

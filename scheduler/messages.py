@@ -98,7 +98,7 @@ class QueueState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitAnswer:
+class SubmitReply:
     """What the scheduler says to submitted groups of requests."""
 
     rejections: tuple[Rejection | None, ...]

@@ -14,7 +14,7 @@ from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
 from scheduler.errors import OverloadedError, UnavailableError
-from scheduler.messages import Heartbeat, ModelInfo, Rejection, Request, SubmitAnswer, TokenEvents
+from scheduler.messages import Heartbeat, ModelInfo, Rejection, Request, SubmitReply, TokenEvents
 
 _HEARTBEAT_S = 1.0
 
@@ -159,7 +159,7 @@ class SchedulerClient:
     async def _exchange(self, submissions: Sequence[_Submission]) -> None:
         """Send submissions in one message and hand out the scheduler's answers."""
         try:
-            answer: SubmitAnswer = await self._scheduler.submit.remote(
+            answer: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
         except RayError as error:

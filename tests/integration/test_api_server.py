@@ -26,7 +26,7 @@ from scheduler.messages import (
     Rejection,
     Request,
     SamplingParams,
-    SubmitAnswer,
+    SubmitReply,
     TokenEvent,
     TokenEvents,
 )
@@ -53,12 +53,12 @@ class ScriptedScheduler:
         self.queue = QueueState()
         self.num_overloaded = 0
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitAnswer:
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
         async with self.changed:
             self.changed.notify_all()
         answers = [await self._answer(group) for group in groups]
-        return SubmitAnswer(rejections=tuple(answers), queue=self.queue)
+        return SubmitReply(rejections=tuple(answers), queue=self.queue)
 
     async def heartbeat(self, heartbeat: Heartbeat) -> QueueState:
         self.num_overloaded += heartbeat.num_overloaded
