@@ -21,6 +21,7 @@ import ray
 
 from benchmarks import h200
 from scheduler.actor import Scheduler, SchedulerConfig
+from scheduler.admission import Admission
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.core import QueueLimits
 from scheduler.messages import (
@@ -76,6 +77,7 @@ class Measured:
         return 1e6 * self.cpu_s / len(self.ttft_s)
 
 
+_LIMITS = QueueLimits(max_requests=10**6, max_tokens=10**9)
 _COST_MODEL = h200.qwen3_8b()
 
 
@@ -200,7 +202,8 @@ class PurefillClient:
 
     def __init__(self) -> None:
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
-        self._client = SchedulerClient(scheduler, name=_CLIENT, model=_MODEL)
+        admission = Admission(max_requests=_LIMITS.max_requests, max_tokens=_LIMITS.max_tokens)
+        self._client = SchedulerClient(scheduler, name=_CLIENT, model=_MODEL, admission=admission)
         self._player = Player(self._call)
         self._num_sent = 0
 
@@ -228,7 +231,8 @@ class PurefillClient:
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=1),
         )
-        (stream,) = await self._client.submit([request])
+        with self._client.admit(1, 0, len(prompt)):
+            (stream,) = await self._client.submit([request])
         async for _ in stream:
             pass
 
@@ -272,7 +276,7 @@ class Purefill:
             max_batch_requests=max_requests,
             batch_timeout_s=timeout_s,
             max_batch_tokens=None,
-            queue_limits=QueueLimits(max_requests=10**6, max_tokens=10**9),
+            queue_limits=_LIMITS,
             log_level="warning",
         )
         self._actors = [

@@ -33,7 +33,6 @@ from scheduler.messages import (
     DecodeWorkerInfo,
     Heartbeat,
     PrefillWorkerInfo,
-    QueueState,
     Request,
     StepReport,
     SubmitReply,
@@ -87,10 +86,9 @@ class Scheduler:
         self._pump()
         return SubmitReply(rejections=rejections, queue=queue)
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> QueueState:
-        """Take in what an ApiServer did by itself, and tell it what waits."""
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
         self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
-        return self._core.queue_state(time.monotonic())
 
     async def abort(self, completion_id: str) -> int:
         """End all sequences of a completion, whoever asked for it; return how many there were."""

@@ -18,6 +18,8 @@ from scheduler.messages import QueueState
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
+_STATE_LIFE_S = 0.1
+"""What was said of a queue longer ago than this is no reason to turn anybody away."""
 _FIRST_CHARS_PER_TOKEN = 4.0
 _CHARS_KEPT = 0.99
 """How much of the past the average of characters per token keeps at each request."""
@@ -102,6 +104,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._state = QueueState()
+        self._state_ends_at = 0.0
         self._open: set[Permit] = set()
         self._open_requests = 0
         self._open_tokens = 0
@@ -118,11 +121,12 @@ class Admission:
         """Tokens of the requests that wait or are on their way, some of them estimated."""
         return self._state.num_tokens + self._open_tokens
 
-    def update(self, state: QueueState) -> None:
+    def update(self, state: QueueState, now: float) -> None:
         """Take in what the queue's owner says."""
         self._state = state
+        self._state_ends_at = now + _STATE_LIFE_S
 
-    def admit(self, num_requests: int, num_tokens: int) -> Permit:
+    def admit(self, num_requests: int, num_tokens: int, now: float) -> Permit:
         """Let requests in whose prompts have so many tokens together.
 
         Raises `OverloadedError` if they would be too many now, and `InvalidRequestError` if they always
@@ -138,21 +142,23 @@ class Admission:
                 f"the prompts of a request must have at most {self._max_tokens} tokens together, the size "
                 f"of the queue, got {num_tokens}"
             )
-        return self._permit(num_requests, num_tokens, None)
+        return self._permit(num_requests, num_tokens, None, now)
 
-    def admit_text(self, num_requests: int, num_chars: int) -> Permit:
+    def admit_text(self, num_requests: int, num_chars: int, now: float, *, num_tokens: int = 0) -> Permit:
         """Let requests in whose prompts have so many characters together, before they are tokenised.
 
-        Raises `OverloadedError` if they would probably be too many now. `settle` the permit when the tokens
-        are known.
+        `num_tokens` are those of prompts that came as tokens. Raises `OverloadedError` if all that would probably
+        be too much now. `settle` the permit when the tokens are known.
         """
-        return self._permit(num_requests, self.estimated_tokens(num_chars), num_chars)
+        return self._permit(num_requests, self.estimated_tokens(num_chars) + num_tokens, num_chars, now)
 
     def estimated_tokens(self, num_chars: int) -> int:
         """Return about how many tokens so many characters are, as prompts of late had it."""
         return round(num_chars * self._tokens / self._chars)
 
-    def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None) -> Permit:
+    def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None, now: float) -> Permit:
+        if now > self._state_ends_at:
+            self._state = QueueState()
         excess_requests = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self._max_tokens
         if self.num_requests and (excess_requests > 0 or excess_tokens > 0):

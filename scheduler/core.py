@@ -40,7 +40,7 @@ from scheduler.messages import (
     TokenEvents,
 )
 from scheduler.pages import PageLedger, epochs
-from scheduler.placement import PrefillPlacement
+from scheduler.placement import DecodePlacement, PrefillPlacement
 
 
 class RequestState(enum.Enum):
@@ -168,6 +168,7 @@ class SchedulerCore:
         self._admission = Admission(max_requests=limits.max_requests, max_tokens=limits.max_tokens)
         self._drain = DrainRate()
         self._placement = PrefillPlacement()
+        self._decode_placement = DecodePlacement()
         self._observer = observer
         self._entries: dict[str, _Entry] = {}
         self._prefill: dict[str, _PrefillWorker] = {}
@@ -214,6 +215,7 @@ class SchedulerCore:
     def add_decode_worker(self, info: DecodeWorkerInfo) -> None:
         """A decode worker is ready, with an empty pool."""
         self._ledgers[info.name] = PageLedger(info, self._epochs)
+        self._pool_changed(info.name)
 
     def submit(self, group: Sequence[Request], now: float) -> Rejection | None:
         """Accept all requests of a group, or none and say why."""
@@ -283,6 +285,7 @@ class SchedulerCore:
         if report.worker in self._ledgers:
             for ref in report.released:
                 self._ledgers[report.worker].release(ref)
+            self._pool_changed(report.worker)
 
     def worker_lost(self, name: str, now: float) -> None:
         """A worker died. What it held fails."""
@@ -293,6 +296,7 @@ class SchedulerCore:
             del self._prefill[name]
             self._placement.remove(name)
         elif self._ledgers.pop(name, None) is not None:
+            self._decode_placement.remove(name)
             for entry in [e for e in self._entries.values() if e.lease and e.lease.decode_worker == name]:
                 # A batch in prefill still comes back, and is dropped then.
                 if entry.state is RequestState.DECODING:
@@ -305,8 +309,8 @@ class SchedulerCore:
 
     def tick(self, now: float) -> list[Action]:
         """Form the batches that are due for idle workers; return all actions since the last call."""
-        while self._placement.num_idle and self._ledgers:
-            ledger = max(self._ledgers.values(), key=lambda led: (led.free_sequences > 0, led.free_pages))
+        while self._placement.num_idle and (decode_worker := self._decode_placement.choose()) is not None:
+            ledger = self._ledgers[decode_worker]
             formed = self._former.form(
                 now,
                 free_pages=ledger.free_pages,
@@ -343,10 +347,11 @@ class SchedulerCore:
                     message=f"request_id {request.request_id} is in use",
                 )
             ids.add(request.request_id)
-        self._admission.update(self.queue_state(now))
+        num_tokens = sum(request.num_prefill_tokens for request in group)
+        self._admission.update(self.queue_state(now), now)
         try:
             # They are in the queue, which counts them, as soon as this returns.
-            self._admission.admit(len(group), sum(request.num_prefill_tokens for request in group)).close()
+            self._admission.admit(len(group), num_tokens, now).close()
         except OverloadedError as error:
             retry_after_s = error.retry_after_s
             return Rejection(
@@ -381,6 +386,12 @@ class SchedulerCore:
         if not self._former:
             self._drain.left(0, 0, now, is_empty=True)
 
+    def _pool_changed(self, decode_worker: str) -> None:
+        ledger = self._ledgers[decode_worker]
+        self._decode_placement.update(
+            decode_worker, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
+        )
+
     def _dispatch(self, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
         expected_s = self._former.expected_seconds(formed.num_tokens)
         worker = self._placement.choose(expected_s, now)
@@ -393,6 +404,7 @@ class SchedulerCore:
             entry.state = RequestState.PREFILLING
             entry.lease = ledger.lease(queued.request_id, queued.num_pages)
             items.append(PrefillItem(request=entry.request, lease=entry.lease))
+        self._pool_changed(ledger.worker)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=ledger.worker, items=tuple(items))
         self._prefill[worker].batch = batch
@@ -437,6 +449,7 @@ class SchedulerCore:
         ledger = self._ledgers.get(entry.lease.decode_worker)
         if ledger is not None:
             ledger.release(SequenceRef(request_id=entry.request.request_id, epoch=entry.lease.epoch))
+            self._pool_changed(ledger.worker)
 
     def _fail(self, entry: _Entry, label: str, message: str, now: float) -> None:
         """End a request with an error, and tell its ApiServer."""

@@ -30,6 +30,11 @@ class SchedulerMetrics:
         self._batches = Counter(
             "purefill_batches", "Prefill batches, by what made them leave.", ["reason"], registry=registry
         )
+        self._past_deadline = Counter(
+            "purefill_requests_past_deadline",
+            "Requests that left the queue after the time by which their first token was wished for.",
+            registry=registry,
+        )
         self._batch_requests = Histogram(
             "purefill_prefill_batch_requests",
             "Requests of a prefill batch.",
@@ -102,6 +107,7 @@ class SchedulerMetrics:
         self._batches.labels(formed.reason).inc()
         self._batch_requests.observe(len(formed.requests))
         self._batch_tokens.observe(formed.num_tokens)
+        self._past_deadline.inc(formed.num_past_deadline)
         _LOG.info(
             "batch %d to %s: %d requests, %d tokens, %s, oldest waited %.1f ms",
             batch_id,

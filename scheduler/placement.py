@@ -17,7 +17,7 @@ _NEWEST_WEIGHT = 0.1
 _MAX_RATIO = 4.0
 """A batch counts as at most this many times slower, or faster, than expected: hiccups happen."""
 
-K = TypeVar("K", int, float, tuple[float, float])
+K = TypeVar("K", float, tuple[bool, int, int])
 
 
 class _Ranking(Generic[K]):
@@ -152,24 +152,24 @@ class PrefillPlacement:
 
 
 class DecodePlacement:
-    """Owns how full each decode worker is. A batch goes to the emptiest.
+    """Owns what each decode worker has free. A batch goes to the one with the most free pages.
 
-    Whichever is scarcer counts, its pages or its sequences.
+    So what fits anywhere fits there. Of equals it is the one with the most free sequences; one that can take no
+    further sequence comes last.
     """
 
     def __init__(self) -> None:
-        self._ranking: _Ranking[tuple[float, float]] = _Ranking()
+        self._ranking: _Ranking[tuple[bool, int, int]] = _Ranking()
 
-    def update(self, name: str, *, used_pages: int, num_pages: int, running: int, max_running: int) -> None:
-        """Take in how many pages of a worker are leased and how many sequences it runs or will run."""
-        pages, sequences = used_pages / num_pages, running / max_running
-        self._ranking.put(name, (max(pages, sequences), pages + sequences))
+    def update(self, name: str, *, free_pages: int, free_sequences: int) -> None:
+        """Take in what a worker has free."""
+        self._ranking.put(name, (free_sequences < 1, -free_pages, -free_sequences))
 
     def remove(self, name: str) -> None:
         """A worker is gone."""
         self._ranking.remove(name)
 
     def choose(self) -> str | None:
-        """Return the emptiest worker, or None if there is none."""
+        """Return the worker for the next batch, or None if there is none."""
         least = self._ranking.least()
         return None if least is None else least[0]

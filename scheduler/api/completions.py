@@ -48,11 +48,16 @@ class CompletionStarter:
                 f"model {body.model!r} is not served here; served: {served}", param="model"
             )
         completion_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-        prompts = await self._encode(body)
-        requests = make_requests(
-            body, prompts, self._engine.model, self._engine.name, completion_id, key_digest
-        )
-        streams = await self._engine.submit(requests)
+        num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+        num_tokens = sum(len(prompt) for prompt in body.prompt if not isinstance(prompt, str))
+        # Tokenising is wasted on a request that would only be turned away.
+        with self._engine.admit(body.n * len(body.prompt), body.n * num_chars, body.n * num_tokens) as permit:
+            prompts = await self._encode(body)
+            permit.settle(body.n * sum(map(len, prompts)))
+            requests = make_requests(
+                body, prompts, self._engine.model, self._engine.name, completion_id, key_digest
+            )
+            streams = await self._engine.submit(requests)
         choices = [
             _Choice(request=request, stream=stream, output=self._output(body))
             for request, stream in zip(requests, streams, strict=True)

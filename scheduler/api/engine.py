@@ -23,10 +23,10 @@ class Engine(Protocol):
     def model(self) -> ModelInfo:
         """The model that is served."""
 
-    def admit_text(self, num_requests: int, num_chars: int) -> Permit:
-        """Return a permit for requests whose prompts have so many characters, before they are tokenised.
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        """Let requests begin, before their prompts of so many characters are tokenised; the caller ends the permit.
 
-        Raises OverloadedError if the queue has probably no room for them.
+        `num_tokens` are those of prompts that came as tokens. Raises OverloadedError if the queue is full.
         """
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:

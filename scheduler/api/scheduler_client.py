@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +67,12 @@ class SchedulerClient:
         """The model that is served."""
         return self._model
 
-    def admit_text(self, num_requests: int, num_chars: int) -> Permit:
-        """Let requests in for tokenising, as far as the queue's state of late tells. Raises OverloadedError."""
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
         try:
-            return self._admission.admit_text(num_requests, num_chars)
+            return self._admission.admit_text(
+                num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
+            )
         except OverloadedError:
             self._num_overloaded += 1
             raise
@@ -131,7 +134,7 @@ class SchedulerClient:
             try:
                 num_overloaded, self._num_overloaded = self._num_overloaded, 0
                 heartbeat = Heartbeat(num_overloaded=num_overloaded)
-                self._admission.update(await self._scheduler.heartbeat.remote(heartbeat))
+                await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
             except RayActorError:
                 if not self._down:
@@ -159,7 +162,7 @@ class SchedulerClient:
     async def _exchange(self, submissions: Sequence[_Submission]) -> None:
         """Send submissions in one message and hand out the scheduler's answers."""
         try:
-            answer: SubmitReply = await self._scheduler.submit.remote(
+            reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
         except RayError as error:
@@ -168,8 +171,8 @@ class SchedulerClient:
                 if not submission.answer.done():
                     submission.answer.set_exception(failure)
             return
-        self._admission.update(answer.queue)
-        for submission, rejection in zip(submissions, answer.rejections, strict=True):
+        self._admission.update(reply.queue, time.monotonic())
+        for submission, rejection in zip(submissions, reply.rejections, strict=True):
             if not submission.answer.done():
                 submission.answer.set_result(rejection)
             elif rejection is None:

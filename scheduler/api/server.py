@@ -136,7 +136,8 @@ def bind_shared(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Not SO_REUSEADDR as well: whoever sets that could bind the port too, until somebody listens on it.
+        # Connections inherit this; without it those of an ended service would keep the next one off the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setblocking(False)
         listener.bind((host, port))

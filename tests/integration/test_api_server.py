@@ -50,7 +50,6 @@ class ScriptedScheduler:
         self.cancelled: list[str] = []
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
-        self.queue = QueueState()
         self.num_overloaded = 0
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
@@ -58,15 +57,10 @@ class ScriptedScheduler:
         async with self.changed:
             self.changed.notify_all()
         answers = [await self._answer(group) for group in groups]
-        return SubmitReply(rejections=tuple(answers), queue=self.queue)
+        return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> QueueState:
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
         self.num_overloaded += heartbeat.num_overloaded
-        return self.queue
-
-    async def fill_queue(self) -> None:
-        """Say from now on that as many requests wait as may."""
-        self.queue = QueueState(num_requests=MAX_QUEUED, num_tokens=MAX_QUEUED, requests_per_s=0.1)
 
     async def overloaded(self) -> int:
         return self.num_overloaded
@@ -295,17 +289,15 @@ def client_of(scheduler: Any) -> SchedulerClient:
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
-    """The client learns of the queue from each answer, and the scheduler of the refusals by heartbeat."""
+    """And the scheduler, which counts refusals, hears of it with a heartbeat."""
 
     async def run() -> None:
         client = client_of(scheduler)
-        await client.submit([request("a", 8)])
-        client.admit_text(1, 100).close()
-        await scheduler.fill_queue.remote()
-        await client.submit([request("b", 8)])
-        with pytest.raises(OverloadedError) as refused:
-            client.admit_text(1, 100)
-        assert refused.value.retry_after_s == 10
+        client.admit(1, 100, 0).close()
+        # As many are on their way as may wait.
+        with client.admit(MAX_QUEUED, 0, MAX_QUEUED), pytest.raises(OverloadedError):
+            client.admit(1, 100, 0)
+        client.admit(1, 100, 0).close()
         watching = asyncio.create_task(client.watch())
         while await scheduler.overloaded.remote() == 0:
             pass

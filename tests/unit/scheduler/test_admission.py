@@ -3,18 +3,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.admission import Admission, DrainRate, Permit, QueueState
+from scheduler.admission import Admission, DrainRate, Permit
 from scheduler.errors import InvalidRequestError, OverloadedError
+from scheduler.messages import QueueState
 
 
 def test_permits_end_with_their_scope_whatever_happens_in_it() -> None:
     admission = Admission(max_requests=4, max_tokens=1000)
-    with admission.admit(2, 100):
+    with admission.admit(2, 100, 0.0):
         assert (admission.num_requests, admission.num_tokens) == (2, 100)
-    with pytest.raises(RuntimeError), admission.admit(2, 100):
+    with pytest.raises(RuntimeError), admission.admit(2, 100, 0.0):
         raise RuntimeError
     assert (admission.num_requests, admission.num_tokens) == (0, 0)
-    permit = admission.admit(1, 10)
+    permit = admission.admit(1, 10, 0.0)
     permit.close()
     permit.close()
     assert admission.num_requests == 0
@@ -25,45 +26,53 @@ def test_a_full_queue_turns_away_with_the_time_that_it_needs_to_drain(
     num_requests: int, num_tokens: int
 ) -> None:
     admission = Admission(max_requests=10, max_tokens=1000)
-    admission.update(QueueState(num_requests=8, num_tokens=500, requests_per_s=0.25, tokens_per_s=20.0))
+    admission.update(QueueState(num_requests=8, num_tokens=500, requests_per_s=0.25, tokens_per_s=20.0), 0.0)
     with pytest.raises(OverloadedError, match="the queue is full: 8 requests of 500 tokens wait") as raised:
-        admission.admit(num_requests, num_tokens)
+        admission.admit(num_requests, num_tokens, 0.0)
     # One request too many at 0.25 a second; 100 tokens too many at 20 a second.
     assert raised.value.retry_after_s == pytest.approx(4.0 if num_requests == 3 else 5.0)
-    admission.admit(2, 500).close()
+    admission.admit(2, 500, 0.0).close()
 
 
 def test_the_time_to_come_back_is_bounded_and_known_even_if_nothing_ever_left() -> None:
     admission = Admission(max_requests=1, max_tokens=100)
-    admission.update(QueueState(num_requests=1, num_tokens=1))
+    admission.update(QueueState(num_requests=1, num_tokens=1), 0.0)
     with pytest.raises(OverloadedError) as raised:
-        admission.admit(1, 1)
+        admission.admit(1, 1, 0.0)
     assert raised.value.retry_after_s == 1.0
-    admission.update(QueueState(num_requests=1, num_tokens=1, requests_per_s=1e-9, tokens_per_s=0.0))
+    admission.update(QueueState(num_requests=1, num_tokens=1, requests_per_s=1e-9, tokens_per_s=0.0), 0.0)
     with pytest.raises(OverloadedError) as raised:
-        admission.admit(1, 100)
+        admission.admit(1, 100, 0.0)
     assert raised.value.retry_after_s == 60.0
 
 
 def test_what_never_fits_is_refused_for_good() -> None:
     admission = Admission(max_requests=2, max_tokens=100)
     with pytest.raises(InvalidRequestError, match=r"at most 2 sequences, .*, got 3"):
-        admission.admit(3, 3)
+        admission.admit(3, 3, 0.0)
     with pytest.raises(InvalidRequestError, match=r"at most 100 tokens together, .*, got 101"):
-        admission.admit(1, 101)
+        admission.admit(1, 101, 0.0)
 
 
 def test_characters_are_enough_to_be_turned_away_before_tokenising() -> None:
     admission = Admission(max_requests=100, max_tokens=1000)
-    with admission.admit_text(1, 3600) as permit:
+    with admission.admit_text(1, 3600, 0.0) as permit:
         assert admission.num_tokens == 900  # 4 characters a token, to begin with
         with pytest.raises(OverloadedError):
-            admission.admit_text(1, 1000)
+            admission.admit_text(1, 1000, 0.0)
         permit.settle(300)
         assert admission.num_tokens == 300
         assert admission.estimated_tokens(1200) == pytest.approx(100, abs=1)  # it learned: 12 a token
     # The estimate may be wrong: an empty queue takes it, and the tokens decide.
-    admission.admit_text(1, 10**6).close()
+    admission.admit_text(1, 10**6, 0.0).close()
+
+
+def test_an_old_word_of_a_full_queue_turns_nobody_away() -> None:
+    admission = Admission(max_requests=1, max_tokens=100)
+    admission.update(QueueState(num_requests=1, num_tokens=100), 0.0)
+    with pytest.raises(OverloadedError):
+        admission.admit_text(1, 4, 0.05)
+    admission.admit_text(1, 4, 1.0).close()
 
 
 def test_drain_rate_counts_busy_time_only() -> None:
@@ -107,7 +116,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         before = (self.admission.num_requests, self.admission.num_tokens)
         fits = before[0] + num_requests <= self.limits[0] and before[1] + num_tokens <= self.limits[1]
         try:
-            self.permits.append(self.admission.admit(num_requests, num_tokens))
+            self.permits.append(self.admission.admit(num_requests, num_tokens, 0.0))
         except (OverloadedError, InvalidRequestError):
             assert not fits
             assert (self.admission.num_requests, self.admission.num_tokens) == before
@@ -117,7 +126,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(num_chars=st.integers(0, 5000))
     def admit_text(self, num_chars: int) -> None:
         try:
-            self.permits.append(self.admission.admit_text(1, num_chars))
+            self.permits.append(self.admission.admit_text(1, num_chars, 0.0))
         except OverloadedError:
             assert self.admission.num_requests > 0
 
@@ -142,7 +151,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.state = QueueState(
             num_requests=num_requests, num_tokens=num_tokens, requests_per_s=rate, tokens_per_s=rate
         )
-        self.admission.update(self.state)
+        self.admission.update(self.state, 0.0)
 
     @invariant()
     def sums_are_those_of_the_open_permits(self) -> None:

@@ -107,27 +107,29 @@ def test_the_choice_equals_a_search_of_all_workers(steps: list[tuple[str, int]],
         assert placement.workers(now).next_idle_at == pytest.approx(expected_idle)
 
 
-def test_decode_goes_to_the_worker_whose_scarcer_resource_is_freest() -> None:
+def test_decode_goes_to_the_worker_with_the_most_free_pages_that_can_take_a_sequence() -> None:
     placement = DecodePlacement()
     assert placement.choose() is None
-    placement.update("pages", used_pages=90, num_pages=100, running=1, max_running=64)
-    placement.update("sequences", used_pages=10, num_pages=100, running=60, max_running=64)
-    placement.update("even", used_pages=50, num_pages=100, running=32, max_running=64)
-    assert placement.choose() == "even"
-    placement.update("even", used_pages=50, num_pages=100, running=64, max_running=64)
-    assert placement.choose() == "pages"
-    placement.remove("pages")
-    assert placement.choose() == "sequences"
+    placement.update("small", free_pages=10, free_sequences=64)
+    placement.update("large", free_pages=90, free_sequences=5)
+    placement.update("no more", free_pages=100, free_sequences=0)
+    assert placement.choose() == "large"
+    placement.update("large", free_pages=10, free_sequences=4)
+    assert placement.choose() == "small"
+    placement.remove("small")
+    assert placement.choose() == "large"
+    placement.remove("large")
+    assert placement.choose() == "no more"
 
 
 def test_decode_workers_that_are_equal_take_turns() -> None:
     placement = DecodePlacement()
-    used = dict.fromkeys(("a", "b", "c"), 0)
-    for name in used:
-        placement.update(name, used_pages=0, num_pages=100, running=0, max_running=10)
+    free = dict.fromkeys(("a", "b", "c"), 100)
+    for name in free:
+        placement.update(name, free_pages=100, free_sequences=64)
     for _ in range(30):
         name = placement.choose()
         assert name is not None
-        used[name] += 1
-        placement.update(name, used_pages=used[name], num_pages=100, running=0, max_running=10)
-    assert set(used.values()) == {10}
+        free[name] -= 3
+        placement.update(name, free_pages=free[name], free_sequences=64)
+    assert set(free.values()) == {70}

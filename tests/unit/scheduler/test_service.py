@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from scheduler.api.server import bind_shared
@@ -20,4 +22,17 @@ def test_a_port_is_kept_from_other_services() -> None:
         with in_use, reserved_port("127.0.0.1", port):
             pass
     with reserved_port("127.0.0.1", port) as again:
+        assert again == port
+
+
+def test_a_restart_gets_its_port_back_although_the_old_connections_linger() -> None:
+    """A server that closes first leaves its side of a connection in TIME_WAIT for a minute."""
+    with reserved_port("127.0.0.1", 0) as port, bind_shared("127.0.0.1", port) as listener:
+        listener.listen()
+        listener.setblocking(True)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()
+            assert client.recv(1) == b""
+    with reserved_port("127.0.0.1", port) as again, bind_shared("127.0.0.1", port):
         assert again == port

@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.submitted = asyncio.Event()
         self.cancelled: list[str] = []
         self.router = TokenRouter()
-        self.admission = Admission(max_requests=64, max_tokens=1_000_000)
+        self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
 
     @property
     def name(self) -> str:
@@ -66,8 +66,8 @@ class ScriptedEngine:
     def model(self) -> ModelInfo:
         return MODEL
 
-    def admit_text(self, num_requests: int, num_chars: int) -> Permit:
-        return self.admission.admit_text(num_requests, num_chars)
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        return self.admission.admit_text(num_requests, num_chars, 0.0, num_tokens=num_tokens)
 
     async def abort(self, completion_id: str) -> int:
         ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
