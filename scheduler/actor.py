@@ -27,9 +27,11 @@ from scheduler.core import (
     SendEvents,
     SendPrefill,
 )
+from scheduler.errors import OverloadedError
 from scheduler.messages import (
     RAY_NAMESPACE,
     DecodeWorkerInfo,
+    Heartbeat,
     PrefillWorkerInfo,
     Request,
     StepReport,
@@ -80,8 +82,19 @@ class Scheduler:
         """Accept each group of requests whole or not at all."""
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
+        queue = self._core.queue_state(now)
         self._pump()
-        return SubmitReply(rejections=rejections, queue=self._core.queue_state(now))
+        return SubmitReply(rejections=rejections, queue=queue)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
+        self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+
+    async def abort(self, completion_id: str) -> int:
+        """End all sequences of a completion, whoever asked for it; return how many there were."""
+        num_sequences = self._core.abort(completion_id, time.monotonic())
+        self._pump()
+        return num_sequences
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""

@@ -15,7 +15,13 @@ from typing import Protocol
 from scheduler.admission import Admission, DrainRate
 from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
-from scheduler.errors import InvalidRequestError, OverloadedError, UnavailableError, WorkerFailedError
+from scheduler.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+    WorkerFailedError,
+)
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
@@ -183,10 +189,6 @@ class SchedulerCore:
         """Tokens of the requests in the queue."""
         return self._former.num_tokens
 
-    def queue_state(self, now: float) -> QueueState:
-        """Return what waits and how fast it drains."""
-        return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
-
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
@@ -241,6 +243,18 @@ class SchedulerCore:
         else:
             self._cancel_decode(entry)
             self._end(entry, "cancelled", now)
+
+    def abort(self, completion_id: str, now: float) -> int:
+        """End all sequences of a completion on somebody else's wish, and tell its ApiServer; return how many."""
+        entries = [e for e in self._entries.values() if e.request.completion_id == completion_id]
+        for entry in entries:
+            self._tell(entry, RequestCancelledError.label, "the request was cancelled")
+            self.cancel(entry.request.request_id, now)
+        return len(entries)
+
+    def queue_state(self, now: float) -> QueueState:
+        """Return what waits, and how fast the queue drains."""
+        return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
 
     def prefill_done(self, result: PrefillResult, now: float) -> None:
         """A prefill worker finished its batch and is idle again."""
@@ -366,17 +380,17 @@ class SchedulerCore:
         )
         self._drain.arrived(now)
 
-    def _pool_changed(self, decode_worker: str) -> None:
-        ledger = self._ledgers[decode_worker]
-        self._decode_placement.update(
-            decode_worker, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
-        )
-
     def _unqueue(self, request_id: str, now: float) -> None:
         """Take a request out of the queue that will not be prefilled."""
         self._former.remove(request_id)
         if not self._former:
             self._drain.left(0, 0, now, is_empty=True)
+
+    def _pool_changed(self, decode_worker: str) -> None:
+        ledger = self._ledgers[decode_worker]
+        self._decode_placement.update(
+            decode_worker, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
+        )
 
     def _dispatch(self, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
         expected_s = self._former.expected_seconds(formed.num_tokens)
@@ -439,6 +453,11 @@ class SchedulerCore:
 
     def _fail(self, entry: _Entry, label: str, message: str, now: float) -> None:
         """End a request with an error, and tell its ApiServer."""
+        self._tell(entry, label, message)
+        self._end(entry, label, now)
+
+    def _tell(self, entry: _Entry, label: str, message: str) -> None:
+        """Send an error to a request's ApiServer."""
         self._outbox.events[entry.request.api_server].append(
             TokenEvent(
                 request_id=entry.request.request_id,
@@ -447,7 +466,6 @@ class SchedulerCore:
                 error_message=message,
             )
         )
-        self._end(entry, label, now)
 
     def _end(self, entry: _Entry, outcome: str, now: float) -> None:
         del self._entries[entry.request.request_id]

@@ -88,15 +88,19 @@ class SchedulerMetrics:
         self._queue_requests.set(core.num_waiting)
         self._queue_tokens.set(core.num_waiting_tokens)
         self._live.set(core.num_live)
+        # What a decode worker that died had says nothing any more.
+        self._pages.clear()
+        self._leases.clear()
         for ledger in core.ledgers:
             self._pages.labels("decode", ledger.worker, "free").set(ledger.free_pages)
             self._pages.labels("decode", ledger.worker, "used").set(ledger.num_pages - ledger.free_pages)
             self._leases.labels(ledger.worker).set(ledger.num_leases)
         return generate_latest(self._registry).decode()
 
-    def rejected(self, label: str) -> None:
-        """Count a request that was not accepted."""
-        self._rejections.labels(label).inc()
+    def rejected(self, label: str, count: int = 1) -> None:
+        """Count requests that were not accepted."""
+        if count:
+            self._rejections.labels(label).inc(count)
 
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
         """Count a batch, and log it."""

@@ -62,13 +62,14 @@ def run_service(config: ServeConfig) -> int:
     with _stop_on_signals():
         try:
             started = time.perf_counter()
-            config = config.model_copy(update={"port": free_port(config.host, config.port)})
-            folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
-            with start_service(config, folder) as service:
-                _print_summary(config, folder, service, time.perf_counter() - started)
-                # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
-                while True:
-                    time.sleep(_SIGNAL_CHECK_S)
+            with reserved_port(config.host, config.port) as port:
+                config = config.model_copy(update={"port": port})
+                folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
+                with start_service(config, folder) as service:
+                    _print_summary(config, folder, service, time.perf_counter() - started)
+                    # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
+                    while True:
+                        time.sleep(_SIGNAL_CHECK_S)
         except _StopSignal:
             _say("stopped")
             return 0
@@ -105,17 +106,26 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
             process.kill()
 
 
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
-
-    The ApiServers find out by themselves only when all else has been loaded; several that share their port do not.
-    """
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Keep the port, or a free one for 0, for the ApiServers, which share it. Raises `ConfigError` if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        socket.getaddrinfo(host, port)  # create_server would not say that it is the host that is wrong
+        # An ApiServer of another service would share its port with ours: this socket shares with nobody.
         with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
+            port = probe.getsockname()[1]
+        # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then. Without
+        # SO_REUSEADDR this socket, which does not listen, stands in the way of other probes.
+        keeper = socket.socket(family, socket.SOCK_STREAM)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind((host, port))
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host must be an address of this machine, got {host}") from error
     except OSError as error:
         raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
+    with keeper:
+        yield port
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -239,7 +249,6 @@ def _api_config(
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         api_keys=config.api_key,
-        shares_port=config.api_servers > 1,
     )
 
 

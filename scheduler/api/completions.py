@@ -47,9 +47,10 @@ class CompletionStarter:
             raise ModelNotFoundError(
                 f"model {body.model!r} is not served here; served: {served}", param="model"
             )
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        completion_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
         num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
         num_tokens = sum(len(prompt) for prompt in body.prompt if not isinstance(prompt, str))
+        # Tokenising is wasted on a request that would only be turned away.
         with self._engine.admit(body.n * len(body.prompt), body.n * num_chars, body.n * num_tokens) as permit:
             prompts = await self._encode(body)
             permit.settle(body.n * sum(map(len, prompts)))
@@ -93,6 +94,7 @@ def make_requests(
     Raises InvalidRequestError if a token id or a length is not one that the model can take.
     """
     requests: list[Request] = []
+    nonce = secrets.token_hex(4)  # A client may use its own id twice.
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}" if len(prompts) > 1 else "prompt"
         _check_prompt(prompt, model, where)
@@ -109,13 +111,14 @@ def make_requests(
             )
             requests.append(
                 Request(
-                    request_id=f"{completion_id}-{len(requests)}",
+                    request_id=f"{completion_id}-{nonce}-{len(requests)}",
                     api_server=api_server,
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     priority=body.priority,
                     ttft_slo_s=None if body.ttft_slo_ms is None else body.ttft_slo_ms / 1000,
                     tenant=f"{key_digest}/{body.user}",
+                    completion_id=completion_id,
                 )
             )
     return requests

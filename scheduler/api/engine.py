@@ -38,6 +38,9 @@ class Engine(Protocol):
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """End these requests early. Ids that are not known, or ended by themselves, are ignored."""
 
+    async def abort(self, completion_id: str) -> int:
+        """End a completion, whoever asked for it; return how many sequences it had. Raises UnavailableError."""
+
     async def metrics(self) -> str:
         """Return the metrics of the service in Prometheus' text format. Raises UnavailableError."""
 

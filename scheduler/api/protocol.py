@@ -200,6 +200,8 @@ class CompletionRequest(BaseModel):
     """Wished time from arrival to first token."""
     user: str = ""
     """Whose request it is: a user's requests share what the API key's are due."""
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    """The `id` of the answer, by which the request can be deleted while it runs. None: one is made."""
     return_token_ids: bool = False
     """Whether the choices hold the token ids of prompt and completion too, as in vLLM."""
 
@@ -274,6 +276,14 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class DeletedRequest(BaseModel):
+    """The answer to `DELETE /v1/requests/{id}`."""
+
+    id: str
+    object: Literal["request"] = "request"
+    deleted: Literal[True] = True
 
 
 class ErrorInfo(BaseModel):

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError, RayError
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
-from scheduler.errors import UnavailableError
-from scheduler.messages import ModelInfo, Rejection, Request, SubmitReply, TokenEvents
+from scheduler.errors import OverloadedError, UnavailableError
+from scheduler.messages import Heartbeat, ModelInfo, Rejection, Request, SubmitReply, TokenEvents
 
 _HEARTBEAT_S = 1.0
 
@@ -46,12 +46,13 @@ class SchedulerClient:
     """
 
     def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`. `admission` knows the queue's limits."""
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
         self._scheduler = scheduler
         self._name = name
         self._model = model
-        self._admission = admission
         self._router = TokenRouter()
+        self._admission = admission
+        self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
@@ -68,7 +69,13 @@ class SchedulerClient:
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
-        return self._admission.admit_text(num_requests, num_chars, time.monotonic(), num_tokens=num_tokens)
+        try:
+            return self._admission.admit_text(
+                num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
+            )
+        except OverloadedError:
+            self._num_overloaded += 1
+            raise
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         """Start all of the requests, or none, and return their streams. Raises RequestError."""
@@ -96,6 +103,14 @@ class SchedulerClient:
         if running:
             self._scheduler.cancel.remote(running)
 
+    async def abort(self, completion_id: str) -> int:
+        """End a completion, of whichever ApiServer; return how many sequences it had. Raises UnavailableError."""
+        try:
+            num_sequences: int = await self._scheduler.abort.remote(completion_id)
+        except RayActorError as error:
+            raise _scheduler_down() from error
+        return num_sequences
+
     async def metrics(self) -> str:
         """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
         try:
@@ -117,11 +132,13 @@ class SchedulerClient:
         """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
         while True:
             try:
-                await self._scheduler.__ray_ready__.remote()
+                num_overloaded, self._num_overloaded = self._num_overloaded, 0
+                heartbeat = Heartbeat(num_overloaded=num_overloaded)
+                await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
             except RayActorError:
                 if not self._down:
-                    logger.exception("the scheduler is down")
+                    logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
             await asyncio.sleep(_HEARTBEAT_S)

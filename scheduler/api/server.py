@@ -36,15 +36,14 @@ class ApiServerConfig:
     model_folder: str
     """Folder with the model's `tokenizer.json`; without that file prompts must be token ids."""
     model: ModelInfo
+    max_queued_requests: int
+    """What may wait before requests are turned away, in requests..."""
+    max_queued_tokens: int
+    """...and in tokens."""
     model_names: tuple[str, ...] = ()
     """Names by which requests may call the model; none: the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Who calls must know one of these; none: everybody may."""
-    shares_port: bool = False
-    """Whether other ApiServers listen on the same port."""
-    max_queued_requests: int = 1024
-    """The limits of the scheduler's queue."""
-    max_queued_tokens: int = 1_048_576
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -69,7 +68,7 @@ class ApiServer:
     async def start(self) -> str:
         """Bind the port, serve, and return the URL. Raises ConfigError if the port cannot be used."""
         config = self._config
-        listener = listen(config.host, config.port, shared=config.shares_port)
+        listener = bind_shared(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
@@ -129,20 +128,19 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Return a socket that listens on the port. If it is `shared`, others that say so too may listen there.
+def bind_shared(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the port, which others who bind it by this function share.
 
     Raises ConfigError if the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections inherit this; without it those of an ended service would keep the next one off the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setblocking(False)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}") from error

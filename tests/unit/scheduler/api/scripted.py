@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.submitted = asyncio.Event()
         self.cancelled: list[str] = []
         self.router = TokenRouter()
-        self.admission = Admission(max_requests=10_000, max_tokens=10**9)
+        self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
 
     @property
     def name(self) -> str:
@@ -68,6 +68,12 @@ class ScriptedEngine:
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         return self.admission.admit_text(num_requests, num_chars, 0.0, num_tokens=num_tokens)
+
+    async def abort(self, completion_id: str) -> int:
+        ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
+        for request_id in ids:
+            self.fail(request_id, "cancelled", "the request was cancelled")
+        return len(ids)
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         if self.refusal is not None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from hypothesis import given
@@ -382,3 +383,26 @@ def test_a_bug_in_a_stream_tells_nothing(
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
     assert "a stream failed" in caplog.text
+
+
+def test_a_running_request_is_deleted_by_its_id(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine()
+    app = app_over(engine, bytes_tokenizer)
+
+    async def run() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://purefill") as client:
+            body = {"model": "bytes", "prompt": "Hi", "n": 2, "request_id": "mine"}
+            completing = asyncio.create_task(client.post("/v1/completions", json=body))
+            await engine.submitted.wait()
+            deleted = await client.delete("/v1/requests/mine")
+            unknown = await client.delete("/v1/requests/min")
+            return deleted, unknown, await completing
+
+    deleted, unknown, completion = asyncio.run(run())
+    assert deleted.status_code == 200
+    assert deleted.json()["deleted"] is True
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "request_not_found"
+    assert completion.status_code == 499
+    assert completion.json()["error"]["code"] == "request_cancelled"
