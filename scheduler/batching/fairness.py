@@ -10,7 +10,7 @@ tenants go by their due time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -122,17 +122,20 @@ class FairQueue:
         if tenant.turn is not None and tenant.turn.entry is entry:
             self._file(tenant, tenant.entries.first())
 
-    def take(self, entries: Iterable[Entry]) -> None:
+    def take(self, entries: Sequence[Entry]) -> None:
         """Take requests out that are served now; their tokens count against their tenants' shares."""
-        served: dict[_Tenant, None] = {}
+        served: dict[_Tenant, list[Entry]] = {}
         for entry in entries:
             tenant = entry.tenant
             assert tenant is not None
-            tenant.entries.discard(entry)
             tenant.tokens_served += entry.num_tokens
-            self._num_entries -= 1
-            served[tenant] = None
-        for tenant in served:
+            if tenant in served:
+                served[tenant].append(entry)
+            else:
+                served[tenant] = [entry]
+        self._num_entries -= len(entries)
+        for tenant, taken in served.items():
+            tenant.entries.discard(*taken)
             self._file(tenant, tenant.entries.first())
 
     def in_order(self) -> Iterator[Entry]:

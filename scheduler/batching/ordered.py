@@ -70,11 +70,12 @@ class OrderedQueue(Generic[T]):
                 self._put_behind(moved)
             del head[_MAX_HEAD // 2 :]
 
-    def discard(self, item: T) -> None:
-        """Take out an item that is in the queue."""
-        item.live = False
-        self._num_live -= 1
-        self._num_dead += 1
+    def discard(self, *items: T) -> None:
+        """Take out items that are in the queue."""
+        for item in items:
+            item.live = False
+        self._num_live -= len(items)
+        self._num_dead += len(items)
         if self._num_dead > self._num_live + _MAX_HEAD:
             self._sweep()
 
