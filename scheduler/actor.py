@@ -14,19 +14,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from graphs.buckets import default_token_ladder
+from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
-from scheduler.core import (
-    Action,
-    QueueLimits,
-    SchedulerCore,
-    SendDecodeCancel,
-    SendDecodeStarts,
-    SendEvents,
-    SendPrefill,
-)
+from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.errors import OverloadedError
 from scheduler.messages import (
     RAY_NAMESPACE,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -23,6 +21,7 @@ from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
+from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -43,10 +42,6 @@ _SIGNAL_CHECK_S = 0.2
 """A signal waits at most this long for its handler to run."""
 
 
-class _StopSignal(BaseException):
-    """Ctrl-C or SIGTERM. Not an `Exception`, so that nothing on the way handles it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningService:
     """A service that is up."""
@@ -59,7 +54,7 @@ class RunningService:
 
 def run_service(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code. Raises `ConfigError` if it cannot start."""
-    with _stop_on_signals():
+    with stop_on_signals():
         try:
             started = time.perf_counter()
             with reserved_port(config.host, config.port) as port:
@@ -70,7 +65,7 @@ def run_service(config: ServeConfig) -> int:
                     # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
                     while True:
                         time.sleep(_SIGNAL_CHECK_S)
-        except _StopSignal:
+        except StopSignal:
             _say("stopped")
             return 0
 
@@ -104,28 +99,6 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
         _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
         for process in alive:
             process.kill()
-
-
-@contextmanager
-def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Keep the port, or a free one for 0, for the ApiServers, which share it. Raises `ConfigError` if it is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.getaddrinfo(host, port)  # create_server would not say that it is the host that is wrong
-        # An ApiServer of another service would share its port with ours: this socket shares with nobody.
-        with socket.create_server((host, port), family=family) as probe:
-            port = probe.getsockname()[1]
-        # It takes a while until the ApiServers bind it, and Ray opens many ports of its own until then. Without
-        # SO_REUSEADDR this socket, which does not listen, stands in the way of other probes.
-        keeper = socket.socket(family, socket.SOCK_STREAM)
-        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        keeper.bind((host, port))
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"host must be an address of this machine, got {host}") from error
-    except OSError as error:
-        raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
-    with keeper:
-        yield port
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -258,7 +231,7 @@ def _get(refs: list[Any]) -> list[Any]:
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
-        with _signals_held() as came:
+        with signals_held() as came:
             pending = refs
             while pending and not came:
                 done, pending = ray.wait(pending, num_returns=1, timeout=_SIGNAL_CHECK_S)
@@ -286,45 +259,6 @@ def _stop_actors(actors: list[Any]) -> None:
         ray.kill(actor)
 
 
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `_StopSignal` in the main thread, and ignore the ones after it."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _StopSignal
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _signals_held() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the list that is given, and let their handlers have the first at the end.
-
-    What a handler raises while Ray's compiled code waits comes out when that has its answer, minutes later
-    perhaps, and as another error.
-    """
-    came: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    previous = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
-
-
 def _say(line: str) -> None:
     print(f"purefill: {line}", file=sys.stderr, flush=True)
 
@@ -339,7 +273,7 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
     rows = {
         "model": f"{model.name}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype} on "
         f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per worker, context {model.max_model_len}",
-        "batches": f"{config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
+        "batches": f"{config.batch_policy}, {config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
         "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
         f"{prefill.graph_bytes / mib:.1f} MiB of static buffers, warm in {prefill.warmup_seconds:.1f} s",
         "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "

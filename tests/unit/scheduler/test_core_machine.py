@@ -11,18 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer, FormedBatch
 from scheduler.batching.policies import FixedPolicy
-from scheduler.core import (
-    Action,
-    QueueLimits,
-    SchedulerCore,
-    SendDecodeCancel,
-    SendDecodeStarts,
-    SendEvents,
-    SendPrefill,
-)
+from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.api.server import bind_shared
 from scheduler.errors import ConfigError
-from scheduler.service import reserved_port
+from scheduler.host import reserved_port
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", ".."])
