@@ -28,7 +28,8 @@ def send(service: Service, prompts: list[str]) -> list[dict[str, Any]]:
 
     async def run() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-            bodies = [{"model": service.model, "prompt": prompt, "max_tokens": 4} for prompt in prompts]
+            fields = {"model": service.model, "max_tokens": 4, "ignore_eos": True}
+            bodies = [{**fields, "prompt": prompt} for prompt in prompts]
             answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
             return [answer.raise_for_status().json() for answer in answers]
 
@@ -74,16 +75,3 @@ def test_two_full_batches_leave_as_two(patient: Service) -> None:
     before = batches(patient)
     send(patient, ["Once upon a time"] * 16)
     assert growth(patient, before) == {"full": 2, "timeout": 0, "requests": 16}
-
-
-def test_the_adaptive_policy_holds_no_lone_prompt_and_answers_all() -> None:
-    with serve("--batch-policy", "adaptive", "--batch-timeout-ms", str(TIMEOUT_MS)) as service:
-        send(service, ["The first prompt"])
-        started = time.monotonic()
-        send(service, ["A lone prompt"])
-        assert time.monotonic() - started < TIMEOUT_MS / 1000
-        answers = send(service, [f"Prompt number {i} of the test" for i in range(20)])
-        assert all(answer["usage"]["completion_tokens"] == 4 for answer in answers)
-        assert service.metric("purefill_prefill_batch_requests_sum") == 22
-        assert service.metric("purefill_batches_total", reason="timeout") == 0
-        assert service.metric("purefill_batches_total", reason="idle") >= 2
