@@ -8,28 +8,27 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from graphs.buckets import default_token_ladder
+from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
+from scheduler.batching.adaptive import AdaptivePolicy
+from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
-from scheduler.core import (
-    Action,
-    QueueLimits,
-    SchedulerCore,
-    SendDecodeCancel,
-    SendDecodeStarts,
-    SendEvents,
-    SendPrefill,
-)
+from scheduler.batching.policies import FixedPolicy
+from scheduler.core import QueueLimits, SchedulerCore
+from scheduler.errors import OverloadedError
 from scheduler.messages import (
     RAY_NAMESPACE,
     DecodeWorkerInfo,
+    Heartbeat,
     PrefillWorkerInfo,
-    Rejection,
     Request,
     StepReport,
+    SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
 
@@ -40,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 class SchedulerConfig:
     """What the Scheduler actor is started with."""
 
+    batch_policy: Literal["fixed", "adaptive"]
     max_batch_requests: int
     batch_timeout_s: float
     max_batch_tokens: int | None
@@ -52,13 +52,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
-        former = BatchFormer(
-            max_requests=config.max_batch_requests,
-            timeout_s=config.batch_timeout_s,
-            max_tokens=config.max_batch_tokens,
-        )
         self._metrics = SchedulerMetrics()
-        self._core = SchedulerCore(former, config.queue_limits, self._metrics)
+        self._core = SchedulerCore(_make_former(config), config.queue_limits, self._metrics)
         self._handles: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,12 +71,23 @@ class Scheduler:
         for prefill_info in prefill:
             self._core.add_prefill_worker(prefill_info)
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
-        """Accept each group of requests whole or not at all; return why not, one entry a group."""
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
+        """Accept each group of requests whole or not at all."""
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
+        queue = self._core.queue_state(now)
         self._pump()
-        return rejections
+        return SubmitReply(rejections=rejections, queue=queue)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
+        self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+
+    async def abort(self, completion_id: str) -> int:
+        """End all sequences of a completion, whoever asked for it; return how many there were."""
+        num_sequences = self._core.abort(completion_id, time.monotonic())
+        self._pump()
+        return num_sequences
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""
@@ -161,6 +167,19 @@ class Scheduler:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _make_former(config: SchedulerConfig) -> BatchFormer:
+    # Until a worker has measured its buckets, all tokens count the same.
+    cost_model = CostModel.proportional(default_token_ladder(512))
+    policy_class = FixedPolicy if config.batch_policy == "fixed" else AdaptivePolicy
+    policy = policy_class(
+        max_requests=config.max_batch_requests,
+        timeout_s=config.batch_timeout_s,
+        max_tokens=config.max_batch_tokens,
+        cost_model=cost_model,
+    )
+    return BatchFormer(policy, cost_model)
 
 
 def _cause(error: RayError) -> str:

@@ -201,7 +201,6 @@ class ServeConfig(BaseModel):
     def _refuse_what_comes_later(self) -> Self:
         """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
         later = {
-            "batch_policy must be fixed, adaptive comes later": self.batch_policy != "fixed",
             "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
             "journal must be memory, a Redis journal comes later": self.journal != "memory",
             "metrics_port must be the API's port, one of its own comes later": (

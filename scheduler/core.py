@@ -7,13 +7,20 @@ carry out the actions that it returns.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
+from scheduler.actions import Action, Observer, Outbox, SendPrefill
+from scheduler.admission import Admission, DrainRate
+from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
-from scheduler.errors import InvalidRequestError, OverloadedError, UnavailableError, WorkerFailedError
+from scheduler.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+    WorkerFailedError,
+)
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
@@ -23,14 +30,15 @@ from scheduler.messages import (
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
+    QueueState,
     Rejection,
     Request,
     SequenceRef,
     StepReport,
     TokenEvent,
-    TokenEvents,
 )
 from scheduler.pages import PageLedger, epochs
+from scheduler.placement import DecodePlacement, PrefillPlacement
 
 
 class RequestState(enum.Enum):
@@ -39,63 +47,6 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendPrefill:
-    """Action: send a batch to a prefill worker."""
-
-    worker: str
-    batch: PrefillBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendDecodeStarts:
-    """Action: let a decode worker go on with prefilled sequences."""
-
-    worker: str
-    starts: tuple[DecodeStart, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendDecodeCancel:
-    """Action: let a decode worker drop sequences."""
-
-    worker: str
-    refs: tuple[SequenceRef, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendEvents:
-    """Action: tell an ApiServer what became of its requests."""
-
-    api_server: str
-    events: TokenEvents
-
-
-Action = SendPrefill | SendDecodeStarts | SendDecodeCancel | SendEvents
-
-
-class Observer(Protocol):
-    """Told of what happens, for metrics and logs. All times are in seconds."""
-
-    def rejected(self, label: str) -> None:
-        """A request was not accepted."""
-
-    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
-        """A batch leaves for a prefill worker."""
-
-    def prefilled(self, result: PrefillResult) -> None:
-        """A batch came back."""
-
-    def first_token(self, waited_s: float) -> None:
-        """A request has its first token, `waited_s` after its arrival."""
-
-    def stepped(self, report: StepReport) -> None:
-        """A decode worker made a step."""
-
-    def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
-        """A request ended: ``stop``, ``length``, ``cancelled``, or the label of an error."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,29 +75,6 @@ class QueueLimits:
     max_tokens: int
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """Actions not yet taken, with those for one receiver merged into one message."""
-
-    prefills: list[SendPrefill] = field(default_factory=list)
-    starts: defaultdict[str, list[DecodeStart]] = field(default_factory=lambda: defaultdict(list))
-    cancels: defaultdict[str, list[SequenceRef]] = field(default_factory=lambda: defaultdict(list))
-    events: defaultdict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
-
-    def take(self) -> list[Action]:
-        """Return all actions and forget them."""
-        actions: list[Action] = list(self.prefills)
-        actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
-        actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
-        actions += [
-            SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
-            for a, e in self.events.items()
-        ]
-        for part in (self.prefills, self.starts, self.cancels, self.events):
-            part.clear()
-        return actions
-
-
 class SchedulerCore:
     """Owns every live request from its acceptance to its end, and the pages leased to it.
 
@@ -155,14 +83,17 @@ class SchedulerCore:
 
     def __init__(self, former: BatchFormer, limits: QueueLimits, observer: Observer) -> None:
         self._former = former
-        self._limits = limits
+        self._admission = Admission(max_requests=limits.max_requests, max_tokens=limits.max_tokens)
+        self._drain = DrainRate()
+        self._placement = PrefillPlacement()
+        self._decode_placement = DecodePlacement()
         self._observer = observer
         self._entries: dict[str, _Entry] = {}
         self._prefill: dict[str, _PrefillWorker] = {}
         self._ledgers: dict[str, PageLedger] = {}
         self._epochs = epochs()
         self._num_batches = 0
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
 
     # What others may look at.
 
@@ -188,21 +119,25 @@ class SchedulerCore:
 
     def wake_at(self) -> float | None:
         """Return when `tick` must be called if nothing happens before, or None."""
-        return self._former.wake_at() if self._idle_worker() is not None else None
+        return self._former.wake_at() if self._placement.num_idle else None
 
     # What happens.
 
     def add_prefill_worker(self, info: PrefillWorkerInfo) -> None:
         """A prefill worker is ready."""
         self._prefill[info.name] = _PrefillWorker(info=info)
+        self._placement.add(info.name)
+        if info.bucket_seconds:
+            self._former.measured(seconds_by_tokens(info.bucket_seconds))
 
     def add_decode_worker(self, info: DecodeWorkerInfo) -> None:
         """A decode worker is ready, with an empty pool."""
         self._ledgers[info.name] = PageLedger(info, self._epochs)
+        self._pool_changed(info.name)
 
     def submit(self, group: Sequence[Request], now: float) -> Rejection | None:
         """Accept all requests of a group, or none and say why."""
-        rejection = self._refusal(group)
+        rejection = self._refusal(group, now)
         if rejection is not None:
             self._observer.rejected(rejection.label)
             return rejection
@@ -219,7 +154,7 @@ class SchedulerCore:
         if entry is None or entry.cancelled:
             return
         if entry.state is RequestState.WAITING:
-            self._former.remove(request_id)
+            self._unqueue(request_id, now)
             self._end(entry, "cancelled", now)
         elif entry.state is RequestState.PREFILLING:
             entry.cancelled = True
@@ -227,16 +162,29 @@ class SchedulerCore:
             self._cancel_decode(entry)
             self._end(entry, "cancelled", now)
 
+    def abort(self, completion_id: str, now: float) -> int:
+        """End all sequences of a completion on somebody else's wish, and tell its ApiServer; return how many."""
+        entries = [e for e in self._entries.values() if e.request.completion_id == completion_id]
+        for entry in entries:
+            self._tell(entry, RequestCancelledError.label, "the request was cancelled")
+            self.cancel(entry.request.request_id, now)
+        return len(entries)
+
+    def queue_state(self, now: float) -> QueueState:
+        """Return what waits, and how fast the queue drains."""
+        return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
+
     def prefill_done(self, result: PrefillResult, now: float) -> None:
         """A prefill worker finished its batch and is idle again."""
         self._observer.prefilled(result)
-        batch = self._take_batch(result.worker)
+        batch = self._take_batch(result.worker, now, result.seconds)
+        self._former.observe(_num_tokens(batch), result.seconds)
         for item, outcome in zip(batch.items, result.outcomes, strict=True):
             self._prefilled(item, outcome, now)
 
     def prefill_failed(self, worker: str, message: str, now: float) -> None:
         """A prefill worker could not compute its batch, but lives."""
-        for item in self._take_batch(worker).items:
+        for item in self._take_batch(worker, now).items:
             entry = self._entries[item.request.request_id]
             self._release(entry)
             self._fail(entry, WorkerFailedError.label, message, now)
@@ -255,6 +203,7 @@ class SchedulerCore:
         if report.worker in self._ledgers:
             for ref in report.released:
                 self._ledgers[report.worker].release(ref)
+            self._pool_changed(report.worker)
 
     def worker_lost(self, name: str, now: float) -> None:
         """A worker died. What it held fails."""
@@ -263,37 +212,43 @@ class SchedulerCore:
             if self._prefill[name].batch is not None:
                 self.prefill_failed(name, message, now)
             del self._prefill[name]
+            self._placement.remove(name)
         elif self._ledgers.pop(name, None) is not None:
+            self._decode_placement.remove(name)
             for entry in [e for e in self._entries.values() if e.lease and e.lease.decode_worker == name]:
                 # A batch in prefill still comes back, and is dropped then.
                 if entry.state is RequestState.DECODING:
                     self._fail(entry, WorkerFailedError.label, message, now)
-        if not self._prefill or not self._ledgers:
-            for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
-                self._former.remove(entry.request.request_id)
-                self._fail(entry, UnavailableError.label, "no worker is left to serve the request", now)
+        most = self._max_total_tokens() if self._prefill else 0
+        for entry in [e for e in self._entries.values() if e.state is RequestState.WAITING]:
+            if entry.request.max_total_tokens > most:
+                self._unqueue(entry.request.request_id, now)
+                self._fail(entry, UnavailableError.label, "no worker is left that can serve the request", now)
 
     def tick(self, now: float) -> list[Action]:
         """Form the batches that are due for idle workers; return all actions since the last call."""
-        while (worker := self._idle_worker()) is not None and self._ledgers:
-            ledger = max(self._ledgers.values(), key=lambda led: (led.free_sequences > 0, led.free_pages))
+        while self._placement.num_idle and (decode_worker := self._decode_placement.choose()) is not None:
+            ledger = self._ledgers[decode_worker]
             formed = self._former.form(
-                now, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
+                now,
+                free_pages=ledger.free_pages,
+                free_sequences=ledger.free_sequences,
+                workers=self._placement.workers(now),
             )
             if formed is None:
                 break
-            self._dispatch(worker, ledger, formed, now)
+            self._dispatch(ledger, formed, now)
         return self._outbox.take()
 
     # How it is done.
 
-    def _refusal(self, group: Sequence[Request]) -> Rejection | None:
+    def _refusal(self, group: Sequence[Request], now: float) -> Rejection | None:
         """Return why a group cannot be accepted, or None."""
         first = group[0].request_id
         if not self._prefill or not self._ledgers:
             return Rejection(request_id=first, label=UnavailableError.label, message="no worker is ready")
+        most, ids = self._max_total_tokens(), set[str]()
         for request in group:
-            most = max(ledger.num_pages * ledger.page_size for ledger in self._ledgers.values())
             if request.max_total_tokens > most:
                 return Rejection(
                     request_id=request.request_id,
@@ -302,25 +257,31 @@ class SchedulerCore:
                     message=f"prompt and max_tokens must be <= {most} tokens together, the size of the KV pool, "
                     f"got {request.max_total_tokens}",
                 )
-            if request.request_id in self._entries:
+            if request.request_id in self._entries or request.request_id in ids:
                 return Rejection(
                     request_id=request.request_id,
                     label=InvalidRequestError.label,
                     param="request_id",
                     message=f"request_id {request.request_id} is in use",
                 )
+            ids.add(request.request_id)
         num_tokens = sum(request.num_prefill_tokens for request in group)
-        if (
-            self.num_waiting + len(group) > self._limits.max_requests
-            or self.num_waiting_tokens + num_tokens > self._limits.max_tokens
-        ):
+        self._admission.update(self.queue_state(now), now)
+        try:
+            # They are in the queue, which counts them, as soon as this returns.
+            self._admission.admit(len(group), num_tokens, now).close()
+        except OverloadedError as error:
+            retry_after_s = error.retry_after_s
             return Rejection(
-                request_id=first,
-                label=OverloadedError.label,
-                message=f"the queue is full: {self.num_waiting} requests of {self.num_waiting_tokens} tokens wait",
-                retry_after_s=1.0,
+                request_id=first, label=error.label, message=error.message, retry_after_s=retry_after_s
             )
+        except InvalidRequestError as error:
+            return Rejection(request_id=first, label=error.label, message=error.message)
         return None
+
+    def _max_total_tokens(self) -> int:
+        """Return how many tokens a sequence may have to fit the largest pool."""
+        return max((ledger.num_pages * ledger.page_size for ledger in self._ledgers.values()), default=0)
 
     def _enqueue(self, request: Request, now: float) -> None:
         page_size = max(ledger.page_size for ledger in self._ledgers.values())
@@ -330,29 +291,49 @@ class SchedulerCore:
                 num_tokens=request.num_prefill_tokens,
                 num_pages=-(-request.max_total_tokens // page_size),
                 arrival_time=now,
+                priority=request.priority,
+                deadline=None if request.ttft_slo_s is None else now + request.ttft_slo_s,
+                tenant=request.tenant,
             )
         )
+        self._drain.arrived(now)
 
-    def _idle_worker(self) -> str | None:
-        return next((name for name, worker in self._prefill.items() if worker.batch is None), None)
+    def _unqueue(self, request_id: str, now: float) -> None:
+        """Take a request out of the queue that will not be prefilled."""
+        self._former.remove(request_id)
+        if not self._former:
+            self._drain.left(0, 0, now, is_empty=True)
 
-    def _dispatch(self, worker: str, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
+    def _pool_changed(self, decode_worker: str) -> None:
+        ledger = self._ledgers[decode_worker]
+        self._decode_placement.update(
+            decode_worker, free_pages=ledger.free_pages, free_sequences=ledger.free_sequences
+        )
+
+    def _dispatch(self, ledger: PageLedger, formed: FormedBatch, now: float) -> None:
+        expected_s = self._former.expected_seconds(formed.num_tokens)
+        worker = self._placement.choose(expected_s, now)
+        assert worker is not None, "no prefill worker is idle"
+        self._placement.dispatched(worker, expected_s, now)
+        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self._former)
         items: list[PrefillItem] = []
         for queued in formed.requests:
             entry = self._entries[queued.request_id]
             entry.state = RequestState.PREFILLING
             entry.lease = ledger.lease(queued.request_id, queued.num_pages)
             items.append(PrefillItem(request=entry.request, lease=entry.lease))
+        self._pool_changed(ledger.worker)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=ledger.worker, items=tuple(items))
         self._prefill[worker].batch = batch
         self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
         self._observer.batch_formed(batch.batch_id, worker, formed, now)
 
-    def _take_batch(self, worker: str) -> PrefillBatch:
+    def _take_batch(self, worker: str, now: float, seconds: float = 0.0) -> PrefillBatch:
         batch = self._prefill[worker].batch
         assert batch is not None, f"{worker} has no batch"
         self._prefill[worker].batch = None
+        self._placement.finished(worker, self._former.expected_seconds(_num_tokens(batch)), seconds, now)
         return batch
 
     def _prefilled(self, item: PrefillItem, outcome: PrefillOutcome, now: float) -> None:
@@ -386,9 +367,15 @@ class SchedulerCore:
         ledger = self._ledgers.get(entry.lease.decode_worker)
         if ledger is not None:
             ledger.release(SequenceRef(request_id=entry.request.request_id, epoch=entry.lease.epoch))
+            self._pool_changed(ledger.worker)
 
     def _fail(self, entry: _Entry, label: str, message: str, now: float) -> None:
         """End a request with an error, and tell its ApiServer."""
+        self._tell(entry, label, message)
+        self._end(entry, label, now)
+
+    def _tell(self, entry: _Entry, label: str, message: str) -> None:
+        """Send an error to a request's ApiServer."""
         self._outbox.events[entry.request.api_server].append(
             TokenEvent(
                 request_id=entry.request.request_id,
@@ -397,8 +384,11 @@ class SchedulerCore:
                 error_message=message,
             )
         )
-        self._end(entry, label, now)
 
     def _end(self, entry: _Entry, outcome: str, now: float) -> None:
         del self._entries[entry.request.request_id]
         self._observer.ended(entry.request, outcome, entry.num_outputs, now - entry.arrival_time)
+
+
+def _num_tokens(batch: PrefillBatch) -> int:
+    return sum(item.request.num_prefill_tokens for item in batch.items)

@@ -7,6 +7,7 @@
     │   ├── InvalidRequestError        400  a field is wrong; names the field and its limit
     │   ├── AuthenticationError        401  no or wrong API key
     │   ├── ModelNotFoundError         404  no such model
+    │   ├── RequestNotFoundError       404  no such request runs
     │   ├── OverloadedError            429  the queue is full; carries `retry_after_s`
     │   ├── RequestCancelledError      499  the client or an operator cancelled it
     │   ├── WorkerFailedError          500  the worker could not compute it
@@ -86,6 +87,15 @@ class ModelNotFoundError(RequestError):
     status = 404
     error_type = "invalid_request_error"
     code = "model_not_found"
+
+
+class RequestNotFoundError(RequestError):
+    """No request of that id runs."""
+
+    label = "request_not_found"
+    status = 404
+    error_type = "invalid_request_error"
+    code = "request_not_found"
 
 
 class OverloadedError(RequestError):

@@ -47,6 +47,7 @@ class Request:
     """One sequence to compute, as an ApiServer submits it."""
 
     request_id: str
+    """Never used again, so that a late message about it means nothing to another."""
     api_server: str
     """Name of the ApiServer actor to which the tokens go."""
     prompt_token_ids: tuple[int, ...]
@@ -59,6 +60,8 @@ class Request:
     """Wished time from arrival to first token."""
     tenant: str = ""
     """Whose request it is, for fairness: a digest of the API key, or the `user` field."""
+    completion_id: str = ""
+    """What the client knows it by: the sequences of one completion share it."""
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -81,6 +84,35 @@ class Rejection:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueState:
+    """What the owner of a queue says of it."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    requests_per_s: float | None = None
+    """How fast requests left the queue of late, while any waited. None: not known yet."""
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitReply:
+    """What the scheduler says to submitted groups of requests."""
+
+    rejections: tuple[Rejection | None, ...]
+    """Why not, one entry a group; None where all of the group were accepted."""
+    queue: QueueState
+    """The queue with them in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What an ApiServer tells the scheduler about once a second."""
+
+    num_overloaded: int
+    """Requests that it turned away since the last heartbeat, because the queue seemed full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

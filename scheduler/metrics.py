@@ -30,6 +30,11 @@ class SchedulerMetrics:
         self._batches = Counter(
             "purefill_batches", "Prefill batches, by what made them leave.", ["reason"], registry=registry
         )
+        self._past_deadline = Counter(
+            "purefill_requests_past_deadline",
+            "Requests that left the queue after the time by which their first token was wished for.",
+            registry=registry,
+        )
         self._batch_requests = Histogram(
             "purefill_prefill_batch_requests",
             "Requests of a prefill batch.",
@@ -83,21 +88,26 @@ class SchedulerMetrics:
         self._queue_requests.set(core.num_waiting)
         self._queue_tokens.set(core.num_waiting_tokens)
         self._live.set(core.num_live)
+        # What a decode worker that died had says nothing any more.
+        self._pages.clear()
+        self._leases.clear()
         for ledger in core.ledgers:
             self._pages.labels("decode", ledger.worker, "free").set(ledger.free_pages)
             self._pages.labels("decode", ledger.worker, "used").set(ledger.num_pages - ledger.free_pages)
             self._leases.labels(ledger.worker).set(ledger.num_leases)
         return generate_latest(self._registry).decode()
 
-    def rejected(self, label: str) -> None:
-        """Count a request that was not accepted."""
-        self._rejections.labels(label).inc()
+    def rejected(self, label: str, count: int = 1) -> None:
+        """Count requests that were not accepted."""
+        if count:
+            self._rejections.labels(label).inc(count)
 
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
         """Count a batch, and log it."""
         self._batches.labels(formed.reason).inc()
         self._batch_requests.observe(len(formed.requests))
         self._batch_tokens.observe(formed.num_tokens)
+        self._past_deadline.inc(formed.num_past_deadline)
         _LOG.info(
             "batch %d to %s: %d requests, %d tokens, %s, oldest waited %.1f ms",
             batch_id,

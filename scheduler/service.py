@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -22,6 +20,7 @@ from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
+from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -37,9 +36,8 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 _STOP_TIMEOUT_S = 5.0
 """After this long, processes that should have ended by themselves are killed."""
 
-
-class _StopSignal(BaseException):
-    """Ctrl-C or SIGTERM. Not an `Exception`, so that nothing on the way handles it."""
+_SIGNAL_CHECK_S = 0.2
+"""A signal waits at most this long for its handler to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +52,18 @@ class RunningService:
 
 def run_service(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code. Raises `ConfigError` if it cannot start."""
-    with _stop_on_signals():
+    with stop_on_signals():
         try:
             started = time.perf_counter()
-            config = config.model_copy(update={"port": free_port(config.host, config.port)})
-            folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
-            with start_service(config, folder) as service:
-                _print_summary(config, folder, service, time.perf_counter() - started)
-                while True:
-                    signal.pause()
-        except _StopSignal:
+            with reserved_port(config.host, config.port) as port:
+                config = config.model_copy(update={"port": port})
+                folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
+                with start_service(config, folder) as service:
+                    _print_summary(config, folder, service, time.perf_counter() - started)
+                    # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
+                    while True:
+                        time.sleep(_SIGNAL_CHECK_S)
+        except StopSignal:
             _say("stopped")
             return 0
 
@@ -74,11 +74,20 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
     # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Prefill and decode compute on the same cores. By default an OpenMP thread that waits for the others spins,
+    # and holds up the one that it waits for: five times slower, measured with both busy on two cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    context = _init_ray(config)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     actors: list[Any] = []
     try:
+        context = _init_ray(config)
+        # Ray puts a handler of SIGTERM in place that prints a stack and aborts.
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         yield _start_actors(config, folder, context.dashboard_url, actors)
     finally:
         # The dashboard's own children outlive it for a moment: they must not outlive the service.
@@ -88,19 +97,6 @@ def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningS
         _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
         for process in alive:
             process.kill()
-
-
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises `ConfigError` if something listens on it already.
-
-    The ApiServers share their port, so one of another service would not be noticed when they bind it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}") from error
 
 
 def _init_ray(config: ServeConfig) -> Any:
@@ -124,7 +120,8 @@ def _init_ray(config: ServeConfig) -> Any:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place.
         return context
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"Ray cannot be started or joined: {error}") from error
+        hint = "; a cluster that wants a token needs RAY_AUTH_MODE=token here" if config.ray_address else ""
+        raise ConfigError(f"Ray cannot be started or joined: {error}{hint}") from error
 
 
 def _start_actors(
@@ -143,6 +140,7 @@ def _start_actors(
         SCHEDULER_NAME,
         actors,
         SchedulerConfig(
+            batch_policy=config.batch_policy,
             max_batch_requests=config.max_batch_requests,
             batch_timeout_s=config.batch_timeout_ms / 1000,
             max_batch_tokens=config.max_batch_tokens,
@@ -221,6 +219,8 @@ def _api_config(
         port=config.port,
         model_folder=str(folder.path),
         model=decode.model,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         api_keys=config.api_key,
     )
 
@@ -231,6 +231,11 @@ def _get(refs: list[Any]) -> list[Any]:
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
+        with signals_held() as came:
+            pending = refs
+            while pending and not came:
+                done, pending = ray.wait(pending, num_returns=1, timeout=_SIGNAL_CHECK_S)
+                ray.get(done)
         return list(ray.get(refs))
     except RayTaskError as error:
         if isinstance(error.cause, ConfigError):
@@ -245,28 +250,13 @@ def _stop_actors(actors: list[Any]) -> None:
     import ray
     from ray.exceptions import RayError
 
+    if not actors:
+        return
     stopping = [actor.stop.remote() for actor in reversed(actors) if hasattr(actor, "stop")]
     with suppress(RayError):
         ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT_S)
     for actor in reversed(actors):
         ray.kill(actor)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `_StopSignal` in the main thread, and ignore the ones after it."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _StopSignal
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:
@@ -283,7 +273,7 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
     rows = {
         "model": f"{model.name}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype} on "
         f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per worker, context {model.max_model_len}",
-        "batches": f"{config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
+        "batches": f"{config.batch_policy}, {config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
         "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
         f"{prefill.graph_bytes / mib:.1f} MiB of static buffers, warm in {prefill.warmup_seconds:.1f} s",
         "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
@@ -292,7 +282,10 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         f"{len(service.decode)} DecodeWorker",
         "API": f"{service.url}/v1/completions",
         "metrics": f"{service.url}/metrics",
-        "dashboard": service.dashboard_url or "none",
+        # Ray asks for the token of its cluster, which a browser does not have yet.
+        "dashboard": f"{service.dashboard_url} (token: ray get-auth-token)"
+        if service.dashboard_url
+        else "none",
     }
     _say(f"version {version('purefill')} is ready after {seconds:.1f} s")
     for name, value in rows.items():

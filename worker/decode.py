@@ -13,6 +13,9 @@ from worker.model import Model
 from worker.model_runner import ModelRunner, slot_input
 from worker.sequences import finish_reason
 
+_MAX_CANCELLED_EARLY = 4096
+"""Far more than can be on their way at once."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
@@ -48,7 +51,7 @@ class DecodeEngine:
         self._max_num_seqs = max_num_seqs
         self._runner = ModelRunner(model, pool, StepLadder(max_num_seqs))
         self._running: dict[SequenceRef, _Sequence] = {}
-        self._cancelled_early: set[SequenceRef] = set()
+        self._cancelled_early: dict[SequenceRef, None] = {}
         """Cancelled before their start arrived; calls from the scheduler may overtake each other."""
         self._released: list[SequenceRef] = []
         self._failed: list[tuple[str, TokenEvent]] = []
@@ -78,7 +81,7 @@ class DecodeEngine:
             num_outputs=len(request.output_token_ids) + 1,
         )
         if sequence.ref in self._cancelled_early:
-            self._cancelled_early.remove(sequence.ref)
+            del self._cancelled_early[sequence.ref]
             self._released.append(sequence.ref)
             return
         error = self._pool.check([start.lease]).get(0)
@@ -97,7 +100,10 @@ class DecodeEngine:
     def cancel(self, ref: SequenceRef) -> None:
         """Drop a sequence before the next step; its pages are reported as released then."""
         if self._running.pop(ref, None) is None:
-            self._cancelled_early.add(ref)
+            self._cancelled_early[ref] = None
+            # Some had ended by themselves just before, and no start will come for them.
+            if len(self._cancelled_early) > _MAX_CANCELLED_EARLY:
+                del self._cancelled_early[next(iter(self._cancelled_early))]
         else:
             self._released.append(ref)
 

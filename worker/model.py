@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.buckets import Bucket
-from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
+from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
@@ -218,7 +218,10 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     own = model.config.get_text_config().eos_token_id
     eos = model.generation_config.eos_token_id if model.generation_config else own
     eos = own if eos is None else eos
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    if len(eos_token_ids) > MAX_BANNED_IDS:
+        raise ConfigError(f"a model must have at most {MAX_BANNED_IDS} EOS tokens, got {len(eos_token_ids)}")
+    return eos_token_ids
 
 
 def _discover_kv_spec(model: PreTrainedModel, dtype: torch.dtype, name: str) -> KVSpec:

@@ -17,10 +17,13 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
+_MIN_TEMPERATURE = 1e-5
+"""Below this a draw is greedy in all but name, and dividing by it would overflow."""
+
 
 def needed_choice(slots: Sequence[SlotInput]) -> str:
     """Return which of `CHOICES` a batch needs: the cheapest that does what its settings ask."""
-    sampled = [slot for slot in slots if slot.temperature > 0]
+    sampled = [slot for slot in slots if slot.temperature >= _MIN_TEMPERATURE]
     if any(slot.top_k > 0 or slot.top_p < 1 for slot in sampled):
         return "filtered"
     return "sampled" if sampled else "greedy"
@@ -32,16 +35,16 @@ def choose_greedy(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
 
 
 def choose_sampled(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
-    """Like `choose_greedy` where the temperature is 0; draws from the whole vocabulary elsewhere."""
+    """Like `choose_greedy` where the temperature is 0 or next to it; draws from the whole vocabulary elsewhere."""
     logits = _ban(logits.float(), inputs.banned_ids)
-    return torch.where(inputs.temperature > 0, _draw(_heat(logits, inputs), inputs), _best(logits))
+    return torch.where(inputs.temperature >= _MIN_TEMPERATURE, _draw(_heat(logits, inputs), inputs), _best(logits))
 
 
 def choose_filtered(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_sampled`, but draws from each slot's top-k, then top-p, as transformers does."""
     logits = _ban(logits.float(), inputs.banned_ids)
     filtered = _filter(_heat(logits, inputs), inputs.top_k, inputs.top_p)
-    return torch.where(inputs.temperature > 0, _draw(filtered, inputs), _best(logits))
+    return torch.where(inputs.temperature >= _MIN_TEMPERATURE, _draw(filtered, inputs), _best(logits))
 
 
 CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
@@ -78,7 +81,7 @@ def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
 
 def _heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Return logits divided by each slot's temperature; greedy slots as they are."""
-    return logits / torch.where(inputs.temperature > 0, inputs.temperature, 1.0).unsqueeze(1)
+    return logits / torch.where(inputs.temperature >= _MIN_TEMPERATURE, inputs.temperature, 1.0).unsqueeze(1)
 
 
 def _draw(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
@@ -106,8 +109,9 @@ def _gumbel(seed: torch.Tensor, output_index: torch.Tensor, vocab_size: int) -> 
     """Return Gumbel noise ``[S, vocab]``, float32, the same for the same (seed, output index, token id)."""
     stream = _mix(seed + (output_index.long() + 1) * _GAMMA).unsqueeze(1)
     token = torch.arange(1, vocab_size + 1, device=seed.device).unsqueeze(0)
-    bits = (_mix(stream + token * _GAMMA) >> 40) & 0xFFFFFF
-    uniform = (bits.float() + 0.5) * 2.0**-24
+    # 23 bits and a half are exact in float32: with more, the largest number would round to 1, and the noise be infinite.
+    bits = (_mix(stream + token * _GAMMA) >> 41) & 0x7FFFFF
+    uniform = (bits.float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

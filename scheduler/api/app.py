@@ -19,6 +19,7 @@ from scheduler.api.errors import INTERNAL_ERROR, error_response, validation_erro
 from scheduler.api.protocol import (
     CompletionRequest,
     CompletionResponse,
+    DeletedRequest,
     ErrorInfo,
     ErrorResponse,
     ModelCard,
@@ -26,7 +27,7 @@ from scheduler.api.protocol import (
 )
 from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, RequestNotFoundError
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,8 +58,8 @@ def _openai_routes(
 ) -> APIRouter:
     """Return the routes under `/v1`."""
 
-    async def authenticate(authorization: Annotated[str | None, Header()] = None) -> None:
-        keys.check(authorization)
+    async def authenticate(request: Request, authorization: Annotated[str | None, Header()] = None) -> None:
+        request.state.key_digest = keys.check(authorization)
 
     starter = CompletionStarter(engine, tokenizer, model_names)
     created = int(time.time())
@@ -69,7 +70,7 @@ def _openai_routes(
     @router.post("/completions", response_model=CompletionResponse)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Complete each prompt, as one answer or as a stream of server-sent events."""
-        completion = await starter.start(body)
+        completion = await starter.start(body, request.state.key_digest)
         if body.stream:
             return EventStream(completion.chunks(), completion.close)
         try:
@@ -77,6 +78,14 @@ def _openai_routes(
         finally:
             await completion.close()
         return Response(result.model_dump_json(), media_type="application/json")
+
+    @router.delete("/requests/{completion_id}")
+    async def delete_request(completion_id: str) -> DeletedRequest:
+        """Cancel a completion that runs, by the `id` of its answer or of its chunks."""
+        num_sequences = await engine.abort(completion_id)
+        if num_sequences == 0:
+            raise RequestNotFoundError(f"no request {completion_id} is running", param="completion_id")
+        return DeletedRequest(id=completion_id)
 
     @router.get("/models")
     async def list_models() -> ModelList:

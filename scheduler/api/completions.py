@@ -36,9 +36,10 @@ class CompletionStarter:
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
 
-    async def start(self, body: CompletionRequest) -> RunningCompletion:
+    async def start(self, body: CompletionRequest, key_digest: str = "") -> RunningCompletion:
         """Submit all sequences of a completion. The caller must close what is returned.
 
+        `key_digest` stands for the API key that the client sent; key and user together share what one is due.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
         if body.model not in self._model_names:
@@ -46,10 +47,17 @@ class CompletionStarter:
             raise ModelNotFoundError(
                 f"model {body.model!r} is not served here; served: {served}", param="model"
             )
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        prompts = await self._encode(body)
-        requests = make_requests(body, prompts, self._engine.model, self._engine.name, completion_id)
-        streams = await self._engine.submit(requests)
+        completion_id = body.request_id or f"cmpl-{uuid.uuid4().hex}"
+        num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+        num_tokens = sum(len(prompt) for prompt in body.prompt if not isinstance(prompt, str))
+        # Tokenising is wasted on a request that would only be turned away.
+        with self._engine.admit(body.n * len(body.prompt), body.n * num_chars, body.n * num_tokens) as permit:
+            prompts = await self._encode(body)
+            permit.settle(body.n * sum(map(len, prompts)))
+            requests = make_requests(
+                body, prompts, self._engine.model, self._engine.name, completion_id, key_digest
+            )
+            streams = await self._engine.submit(requests)
         choices = [
             _Choice(request=request, stream=stream, output=self._output(body))
             for request, stream in zip(requests, streams, strict=True)
@@ -78,6 +86,7 @@ def make_requests(
     model: ModelInfo,
     api_server: str,
     completion_id: str,
+    key_digest: str = "",
 ) -> list[Request]:
     """Return one request for each choice of each prompt: all choices of the first prompt, then of the
     second...
@@ -85,6 +94,7 @@ def make_requests(
     Raises InvalidRequestError if a token id or a length is not one that the model can take.
     """
     requests: list[Request] = []
+    nonce = secrets.token_hex(4)  # A client may use its own id twice.
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}" if len(prompts) > 1 else "prompt"
         _check_prompt(prompt, model, where)
@@ -101,10 +111,14 @@ def make_requests(
             )
             requests.append(
                 Request(
-                    request_id=f"{completion_id}-{len(requests)}",
+                    request_id=f"{completion_id}-{nonce}-{len(requests)}",
                     api_server=api_server,
                     prompt_token_ids=prompt,
                     sampling=sampling,
+                    priority=body.priority,
+                    ttft_slo_s=None if body.ttft_slo_ms is None else body.ttft_slo_ms / 1000,
+                    tenant=f"{key_digest}/{body.user}",
+                    completion_id=completion_id,
                 )
             )
     return requests

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from scheduler.admission import Permit
 from scheduler.errors import RequestError, request_error
 from scheduler.messages import ModelInfo, Request, TokenEvent, TokenEvents
 
@@ -22,6 +23,12 @@ class Engine(Protocol):
     def model(self) -> ModelInfo:
         """The model that is served."""
 
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        """Let requests begin, before their prompts of so many characters are tokenised; the caller ends the permit.
+
+        `num_tokens` are those of prompts that came as tokens. Raises OverloadedError if the queue is full.
+        """
+
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         """Start all of the requests, or none, and return their streams in the same order.
 
@@ -30,6 +37,9 @@ class Engine(Protocol):
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """End these requests early. Ids that are not known, or ended by themselves, are ignored."""
+
+    async def abort(self, completion_id: str) -> int:
+        """End a completion, whoever asked for it; return how many sequences it had. Raises UnavailableError."""
 
     async def metrics(self) -> str:
         """Return the metrics of the service in Prometheus' text format. Raises UnavailableError."""

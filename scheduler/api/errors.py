@@ -20,6 +20,7 @@ _MESSAGES: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "finite_number": "must be a finite number",
     "float_type": "must be a number",
+    "greater_than": "must be > {gt}",
     "greater_than_equal": "must be >= {ge}",
     "int_from_float": "must be an integer",
     "int_type": "must be an integer",

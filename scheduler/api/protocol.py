@@ -27,6 +27,8 @@ MAX_PROMPTS = 128
 MAX_CHOICES = 128
 MAX_STOPS = 4
 DEFAULT_MAX_TOKENS = 16
+MAX_PRIORITY = 100
+MAX_TTFT_SLO_MS = 3_600_000
 
 Prompt = str | tuple[int, ...]
 """One prompt: text, or token ids."""
@@ -192,6 +194,14 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    priority: Annotated[Int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """The class of the request. Smaller is served first."""
+    ttft_slo_ms: Annotated[Float, Field(gt=0, le=MAX_TTFT_SLO_MS)] | None = None
+    """Wished time from arrival to first token."""
+    user: str = ""
+    """Whose request it is: a user's requests share what the API key's are due."""
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    """The `id` of the answer, by which the request can be deleted while it runs. None: one is made."""
     return_token_ids: bool = False
     """Whether the choices hold the token ids of prompt and completion too, as in vLLM."""
 
@@ -266,6 +276,14 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class DeletedRequest(BaseModel):
+    """The answer to `DELETE /v1/requests/{id}`."""
+
+    id: str
+    object: Literal["request"] = "request"
+    deleted: Literal[True] = True
 
 
 class ErrorInfo(BaseModel):

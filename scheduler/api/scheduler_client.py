@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
-from scheduler.errors import UnavailableError
-from scheduler.messages import ModelInfo, Rejection, Request, TokenEvents
+from scheduler.errors import OverloadedError, UnavailableError
+from scheduler.messages import Heartbeat, ModelInfo, Rejection, Request, SubmitReply, TokenEvents
 
 _HEARTBEAT_S = 1.0
 
@@ -43,12 +45,14 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`."""
+    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
         self._scheduler = scheduler
         self._name = name
         self._model = model
         self._router = TokenRouter()
+        self._admission = admission
+        self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
@@ -62,6 +66,16 @@ class SchedulerClient:
     def model(self) -> ModelInfo:
         """The model that is served."""
         return self._model
+
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
+        try:
+            return self._admission.admit_text(
+                num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
+            )
+        except OverloadedError:
+            self._num_overloaded += 1
+            raise
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         """Start all of the requests, or none, and return their streams. Raises RequestError."""
@@ -89,6 +103,14 @@ class SchedulerClient:
         if running:
             self._scheduler.cancel.remote(running)
 
+    async def abort(self, completion_id: str) -> int:
+        """End a completion, of whichever ApiServer; return how many sequences it had. Raises UnavailableError."""
+        try:
+            num_sequences: int = await self._scheduler.abort.remote(completion_id)
+        except RayActorError as error:
+            raise _scheduler_down() from error
+        return num_sequences
+
     async def metrics(self) -> str:
         """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
         try:
@@ -110,11 +132,13 @@ class SchedulerClient:
         """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
         while True:
             try:
-                await self._scheduler.__ray_ready__.remote()
+                num_overloaded, self._num_overloaded = self._num_overloaded, 0
+                heartbeat = Heartbeat(num_overloaded=num_overloaded)
+                await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
             except RayActorError:
                 if not self._down:
-                    logger.exception("the scheduler is down")
+                    logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
             await asyncio.sleep(_HEARTBEAT_S)
@@ -138,7 +162,7 @@ class SchedulerClient:
     async def _exchange(self, submissions: Sequence[_Submission]) -> None:
         """Send submissions in one message and hand out the scheduler's answers."""
         try:
-            rejections: Sequence[Rejection | None] = await self._scheduler.submit.remote(
+            reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
         except RayError as error:
@@ -147,7 +171,8 @@ class SchedulerClient:
                 if not submission.answer.done():
                     submission.answer.set_exception(failure)
             return
-        for submission, rejection in zip(submissions, rejections, strict=True):
+        self._admission.update(reply.queue, time.monotonic())
+        for submission, rejection in zip(submissions, reply.rejections, strict=True):
             if not submission.answer.done():
                 submission.answer.set_result(rejection)
             elif rejection is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 import uvicorn
 
+from scheduler.admission import Admission
 from scheduler.api.app import create_app
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -35,6 +36,10 @@ class ApiServerConfig:
     model_folder: str
     """Folder with the model's `tokenizer.json`; without that file prompts must be token ids."""
     model: ModelInfo
+    max_queued_requests: int
+    """What may wait before requests are turned away, in requests..."""
+    max_queued_tokens: int
+    """...and in tokens."""
     model_names: tuple[str, ...] = ()
     """Names by which requests may call the model; none: the model's own."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -63,9 +68,10 @@ class ApiServer:
     async def start(self) -> str:
         """Bind the port, serve, and return the URL. Raises ConfigError if the port cannot be used."""
         config = self._config
-        listener = listen(config.host, config.port)
+        listener = bind_shared(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model)
+        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
         app = create_app(
             self._client,
             Tokenizer.from_folder(Path(config.model_folder)),
@@ -122,14 +128,15 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port, which other ApiServers may share.
+def bind_shared(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the port, which others who bind it by this function share.
 
     Raises ConfigError if the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections inherit this; without it those of an ended service would keep the next one off the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setblocking(False)

@@ -2,117 +2,149 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
-DispatchReason = Literal["full", "timeout", "deadline", "saturated", "idle"]
+from scheduler.batching.cost_model import CostModel
+from scheduler.batching.packing import Limits, Packer
+from scheduler.batching.policies import BatchPolicy, BatchView, Hold, QueueView, Workers
+from scheduler.batching.queue import WaitingQueue
+from scheduler.batching.requests import DispatchReason, FormedBatch, QueuedRequest
 
+__all__ = ["BatchFormer", "DispatchReason", "FormedBatch", "QueuedRequest"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedRequest:
-    """What the batch former needs to know of a waiting request."""
-
-    request_id: str
-    num_tokens: int
-    """Tokens that its prefill computes."""
-    num_pages: int
-    """KV pages that it needs before it may be prefilled."""
-    arrival_time: float
-    """Seconds, on the caller's clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormedBatch:
-    """Requests that leave the queue together, oldest first."""
-
-    requests: tuple[QueuedRequest, ...]
-    reason: DispatchReason
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all its requests."""
-        return sum(request.num_tokens for request in self.requests)
+_ONE_IDLE = Workers()
 
 
 class BatchFormer:
-    """Owns the waiting requests, in order. Knows no clock, no worker and no Ray.
+    """Owns the waiting requests. Knows no clock, no worker and no Ray.
 
-    Policy `fixed`: a batch leaves when `max_requests` wait, when its tokens reach `max_tokens`, or when the
-    oldest request has waited `timeout_s` since its own arrival.
+    Ask `form` whenever a prefill worker is idle and anything happened (an arrival, a cancellation, pages or
+    sequences freed, a worker idle), and at `wake_at`. It keeps no decision between calls, so none can go
+    stale.
+
+    Order of service: class by class; within a class by fair shares of its tenants; within the shares by due
+    time, which is the deadline or, for a request without one, `patience_s` after its arrival, and later by
+    its own prefill time times `size_patience`. So of requests of one size the oldest goes first, and a long
+    one lets those short ones pass that came soon after it, and none that came later.
     """
 
-    def __init__(self, *, max_requests: int, timeout_s: float, max_tokens: int | None = None) -> None:
-        self._max_requests = max_requests
-        self._timeout_s = timeout_s
-        self._max_tokens = max_tokens
-        self._waiting: OrderedDict[str, QueuedRequest] = OrderedDict()
-        self._num_tokens = 0
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        cost_model: CostModel,
+        *,
+        patience_s: float = 1.0,
+        size_patience: float = 4.0,
+        max_skip_s: float = 1.0,
+        num_ahead: int = 8,
+        quantum_tokens: int = 512,
+    ) -> None:
+        """Make an empty queue.
+
+        `max_skip_s` bounds how long others may leave before a request for the sake of a better filled
+        bucket, or because it lacks pages; `num_ahead` how many requests behind a batch are looked at for
+        that. `quantum_tokens` is what a tenant may be served before it is others' turn.
+        """
+        self._policy = policy
+        self._cost = cost_model
+        self._patience_s = patience_s
+        self._size_patience = size_patience
+        self._packer = Packer(cost_model, num_ahead=num_ahead)
+        self._queue = WaitingQueue(quantum_tokens=quantum_tokens, max_skip_s=max_skip_s)
+        self._wake_at: float | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        return request_id in self._queue
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all waiting requests."""
-        return self._num_tokens
+        return self._queue.num_tokens
+
+    @property
+    def counts_by_class(self) -> dict[int, int]:
+        """Waiting requests of each priority class; those that came back are in none."""
+        return self._queue.counts_by_class()
 
     def add(self, request: QueuedRequest, *, front: bool = False) -> None:
-        """Queue a request; `front` is for one that was already dispatched and must be computed again."""
-        self._waiting[request.request_id] = request
-        if front:
-            self._waiting.move_to_end(request.request_id, last=False)
-        self._num_tokens += request.num_tokens
+        """Queue a request; `front` is for one that was already dispatched and must be computed again.
+
+        Raises `ValueError` if a request of that id waits already.
+        """
+        due = request.deadline
+        if due is None:
+            own_s = self._cost.seconds(request.num_tokens)
+            due = request.arrival_time + self._patience_s + self._size_patience * own_s
+        self._queue.add(request, due=due, returned=front)
+        if not front:
+            self._policy.arrived(request.arrival_time, request.num_tokens)
+        self._wake_at = request.arrival_time
 
     def remove(self, request_id: str) -> bool:
         """Take a request out of the queue. Returns False if it does not wait here."""
-        request = self._waiting.pop(request_id, None)
-        if request is None:
-            return False
-        self._num_tokens -= request.num_tokens
-        return True
+        return self._queue.remove(request_id)
 
-    def form(self, now: float, *, free_pages: int, free_sequences: int) -> FormedBatch | None:
+    def form(
+        self,
+        now: float,
+        *,
+        free_pages: int,
+        free_sequences: int,
+        workers: Workers = _ONE_IDLE,
+    ) -> FormedBatch | None:
         """Return the batch to send now to an idle prefill worker, or None to hold.
 
-        The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the queue.
+        The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the
+        queue.
         """
-        chosen, reason = self._choose(free_pages, free_sequences)
-        if not chosen:
+        self._wake_at = None
+        if not self._queue or free_sequences < 1:
             return None
-        if reason is None and now >= self._due(chosen[0]):
-            reason = "timeout"
-        if reason is None:
+        queue = QueueView(now, len(self._queue), self._queue.num_tokens, workers)
+        most_requests = self._policy.most_requests(queue)
+        limits = Limits(
+            max_requests=min(most_requests, free_sequences),
+            max_pages=free_pages,
+            max_tokens=self._policy.max_tokens,
+            enough_tokens=self._policy.enough_tokens,
+            may_resize=self._policy.may_resize,
+        )
+        packing = self._packer.pack(self._queue.in_order(), limits, now, self._queue.num_tokens)
+        if not packing.entries:
             return None
-        for request in chosen:
-            self.remove(request.request_id)
-        return FormedBatch(requests=tuple(chosen), reason=reason)
+        requests = tuple([entry.request for entry in packing.entries])
+        view = BatchView(
+            now=now,
+            requests=requests,
+            num_tokens=packing.num_tokens,
+            is_full=packing.is_full,
+            is_saturated=packing.is_saturated,
+            most_requests=most_requests,
+            workers=workers,
+        )
+        decision = self._policy.decide(view)
+        if isinstance(decision, Hold):
+            self._wake_at = decision.until
+            return None
+        self._queue.take(packing.entries, passed=packing.passed, now=now)
+        self._packer.dispatched(packing)
+        return FormedBatch(requests=requests, reason=decision.reason, formed_at=now)
 
     def wake_at(self) -> float | None:
-        """Return when `form` must be asked again if nothing else happens before, or None if nothing waits."""
-        oldest = next(iter(self._waiting.values()), None)
-        return None if oldest is None else self._due(oldest)
+        """Return when `form` must be asked again if nothing else happens, or None if it need not be."""
+        return self._wake_at if self._queue else None
 
-    def _due(self, request: QueuedRequest) -> float:
-        return request.arrival_time + self._timeout_s
+    def measured(self, seconds_by_bucket: Mapping[int, float]) -> None:
+        """Learn the token buckets that the workers captured, and what a batch of each takes, in seconds."""
+        self._cost.replace(seconds_by_bucket)
 
-    def _choose(
-        self, free_pages: int, free_sequences: int
-    ) -> tuple[list[QueuedRequest], DispatchReason | None]:
-        """Return the oldest requests that may leave together, and "full" if no more may join them."""
-        chosen: list[QueuedRequest] = []
-        num_tokens = num_pages = 0
-        for request in self._waiting.values():
-            num_pages += request.num_pages
-            if num_pages > free_pages or len(chosen) >= free_sequences:
-                break
-            if self._max_tokens and chosen and num_tokens + request.num_tokens > self._max_tokens:
-                return chosen, "full"
-            chosen.append(request)
-            num_tokens += request.num_tokens
-            if len(chosen) >= self._max_requests or (self._max_tokens and num_tokens >= self._max_tokens):
-                return chosen, "full"
-        return chosen, None
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn that a prefill batch of `num_tokens` tokens, padding not counted, took `seconds`."""
+        self._cost.observe(num_tokens, seconds)
+
+    def expected_seconds(self, num_tokens: int) -> float:
+        """Return what a prefill batch of `num_tokens` tokens, padding not counted, is expected to take."""
+        return self._cost.seconds(num_tokens)

@@ -13,16 +13,20 @@ import httpx
 import pytest
 import ray
 
+from scheduler.admission import Admission
 from scheduler.api.scheduler_client import SchedulerClient
-from scheduler.api.server import ApiServer, ApiServerConfig, listen
+from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
+    Heartbeat,
     ModelInfo,
+    QueueState,
     Rejection,
     Request,
     SamplingParams,
+    SubmitReply,
     TokenEvent,
     TokenEvents,
 )
@@ -30,6 +34,8 @@ from scheduler.messages import (
 MODEL = ModelInfo(
     name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
 )
+
+MAX_QUEUED = 64
 
 
 class ScriptedScheduler:
@@ -44,13 +50,20 @@ class ScriptedScheduler:
         self.cancelled: list[str] = []
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
+        self.num_overloaded = 0
 
-    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> tuple[Rejection | None, ...]:
+    async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
         async with self.changed:
             self.changed.notify_all()
         answers = [await self._answer(group) for group in groups]
-        return tuple(answers)
+        return SubmitReply(rejections=tuple(answers), queue=QueueState())
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+        self.num_overloaded += heartbeat.num_overloaded
+
+    async def overloaded(self) -> int:
+        return self.num_overloaded
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -128,7 +141,15 @@ def scheduler() -> Iterator[Any]:
 
 
 def start_server(name: str = "api-0", port: int = 0) -> tuple[Any, str]:
-    config = ApiServerConfig(name=name, host="127.0.0.1", port=port, model_folder="/nowhere", model=MODEL)
+    config = ApiServerConfig(
+        name=name,
+        host="127.0.0.1",
+        port=port,
+        model_folder="/nowhere",
+        model=MODEL,
+        max_queued_requests=MAX_QUEUED,
+        max_queued_tokens=4096,
+    )
     actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
     url: str = ray.get(actor.start.remote())
     return actor, url
@@ -197,12 +218,19 @@ def test_a_port_in_use_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            listen("127.0.0.1", port)
+            bind_shared("127.0.0.1", port)
 
 
 def test_the_name_in_the_dashboard() -> None:
     config = ApiServerConfig(
-        name="api-0", host="127.0.0.1", port=8000, model_folder="", model=MODEL, api_keys=("secret",)
+        name="api-0",
+        host="127.0.0.1",
+        port=8000,
+        model_folder="",
+        model=MODEL,
+        max_queued_requests=1,
+        max_queued_tokens=1,
+        api_keys=("secret",),
     )
     assert repr(ApiServer(config)) == "ApiServer(api-0, http://127.0.0.1:8000)"
     assert "secret" not in repr(config)
@@ -255,9 +283,33 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
+def client_of(scheduler: Any) -> SchedulerClient:
+    admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
+    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission)
+
+
+def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
+    """And the scheduler, which counts refusals, hears of it with a heartbeat."""
+
+    async def run() -> None:
+        client = client_of(scheduler)
+        client.admit(1, 100, 0).close()
+        # As many are on their way as may wait.
+        with client.admit(MAX_QUEUED, 0, MAX_QUEUED), pytest.raises(OverloadedError):
+            client.admit(1, 100, 0)
+        client.admit(1, 100, 0).close()
+        watching = asyncio.create_task(client.watch())
+        while await scheduler.overloaded.remote() == 0:
+            pass
+        watching.cancel()
+        assert await scheduler.overloaded.remote() == 1
+
+    asyncio.run(run())
+
+
 def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = client_of(scheduler)
         results = await asyncio.gather(
             client.submit([request("a", 8), request("b", 8)]),
             client.submit([request("c", 8), request("d", 9)]),
@@ -276,7 +328,7 @@ def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: 
 
 def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = client_of(scheduler)
         submitting = asyncio.create_task(client.submit([request("a", 7), request("b", 7)]))
         await scheduler.wait_for_submissions.remote(1)
         submitting.cancel()
@@ -290,7 +342,7 @@ def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(schedu
 
 def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
     async def run() -> None:
-        client = SchedulerClient(scheduler, name="none", model=MODEL)
+        client = client_of(scheduler)
         ray.kill(scheduler)
         with pytest.raises(UnavailableError):
             await client.submit([request("a", 8)])

@@ -28,7 +28,8 @@ def send(service: Service, prompts: list[str]) -> list[dict[str, Any]]:
 
     async def run() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-            bodies = [{"model": service.model, "prompt": prompt, "max_tokens": 4} for prompt in prompts]
+            fields = {"model": service.model, "max_tokens": 4, "ignore_eos": True}
+            bodies = [{**fields, "prompt": prompt} for prompt in prompts]
             answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
             return [answer.raise_for_status().json() for answer in answers]
 

@@ -17,7 +17,7 @@ from tests.support.service import serve
 
 
 def files_in_shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -45,6 +45,23 @@ def test_a_signal_stops_everything(number: signal.Signals) -> None:
         assert service.processes() == []
         assert "Traceback" not in "".join(service.log)
     assert files_in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_start(number: signal.Signals) -> None:
+    """Ctrl-C goes to all processes of a terminal, and does not wait until the model is loaded."""
+    command = [sys.executable, "-m", "scheduler.cli", "serve", "--port", "0", "--max-capture-tokens", "32"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "loading" in line:
+                break
+        os.killpg(process.pid, number)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    assert "purefill: stopped" in rest
+    assert "is ready" not in rest
+    assert "Traceback" not in rest
 
 
 def start_and_fail(*arguments: str) -> subprocess.CompletedProcess[str]:

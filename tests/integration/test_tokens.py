@@ -26,8 +26,8 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def references(prompts: list[str]) -> list[Reference]:
-    model = Model(resolve_model("smollm2-135m").path)
-    return [model.generate(prompt, NEW_TOKENS) for prompt in prompts]
+    model = Model(resolve_model("smollm2-135m", progress=print).path)
+    return model.generate(prompts, NEW_TOKENS)
 
 
 def body(service: Service, prompt: Any, **fields: Any) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Service:
 
     def processes(self) -> list[int]:
         """Return the ids of all processes that the service started, itself included, and that still run."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._owns(pid)]
+        names = (path.name for path in Path("/proc").iterdir())
+        return [pid for pid in map(int, filter(str.isdigit, names)) if self._owns(pid)]
 
     def _owns(self, pid: int) -> bool:
         try:

@@ -173,7 +173,6 @@ def test_several_api_keys() -> None:
         ),
         ({"journal": "disk"}, "journal must be memory or redis://HOST:PORT"),
         # What a later version brings.
-        ({"batch_policy": "adaptive"}, "batch_policy must be fixed, adaptive comes later"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
         ({"journal": "redis://127.0.0.1:6379"}, "journal must be memory, a Redis journal comes later"),
         ({"metrics_port": 9000}, "metrics_port must be the API's port, one of its own comes later"),

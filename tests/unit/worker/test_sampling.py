@@ -130,3 +130,17 @@ def test_top_p_zero_keeps_the_most_probable_token() -> None:
     logits = random_logits(50)
     slots = [replace(GREEDY, temperature=1.0, top_p=0.0, seed=i) for i in range(50)]
     assert torch.equal(choose(logits, slots), logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("seed", "token_id"), [(2037251, 3), (3465117, 1), (6547939, 1), (11072529, 2)], ids=str
+)
+def test_the_largest_random_number_is_below_one(seed: int, token_id: int) -> None:
+    """For these seeds the hash of a token is all ones. It must not win against the top-k of which it is not."""
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 10:20] = 1.0
+    slots = [replace(GREEDY, temperature=1.0, top_k=10, seed=seed)]
+    assert 10 <= int(choose(logits, slots)[0]) < 20
+    # Where it may win, it does: its number is the largest of the race.
+    slots = [replace(GREEDY, temperature=1.0, seed=seed)]
+    assert int(choose(logits, slots)[0]) == token_id

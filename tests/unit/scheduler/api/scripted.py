@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
+from scheduler.admission import Admission, Permit
 from scheduler.api.app import create_app
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class ScriptedEngine:
         self.submitted = asyncio.Event()
         self.cancelled: list[str] = []
         self.router = TokenRouter()
+        self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
 
     @property
     def name(self) -> str:
@@ -63,6 +65,15 @@ class ScriptedEngine:
     @property
     def model(self) -> ModelInfo:
         return MODEL
+
+    def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
+        return self.admission.admit_text(num_requests, num_chars, 0.0, num_tokens=num_tokens)
+
+    async def abort(self, completion_id: str) -> int:
+        ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
+        for request_id in ids:
+            self.fail(request_id, "cancelled", "the request was cancelled")
+        return len(ids)
 
     async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
         if self.refusal is not None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scheduler.api.completions import choice_seed
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import SamplingParams
-from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete
+from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, send
 
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -123,6 +124,20 @@ def test_sampling_parameters_reach_the_engine(bytes_tokenizer: Tokenizer) -> Non
     assert submitted(bytes_tokenizer, **fields) == [SamplingParams(**fields, stop_token_ids=(END,))]
 
 
+def test_class_deadline_and_tenant_reach_the_engine(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(["x"] * 4)
+    app = app_over(engine, bytes_tokenizer, api_keys=("key-1", "key-2"))
+    for key, user in (("key-1", "ann"), ("key-1", "bob"), ("key-2", "ann"), ("key-1", "ann")):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "bytes", "prompt": "Hi", "priority": -1, "ttft_slo_ms": 250, "user": user}
+        send(app, "POST", "/v1/completions", json=body, headers=headers).raise_for_status()
+    assert {(request.priority, request.ttft_slo_s) for request in engine.requests} == {(-1, 0.25)}
+    tenants = [request.tenant for request in engine.requests]
+    assert tenants[0] == tenants[3]
+    assert len(set(tenants)) == 3
+    assert not any("key-1" in tenant for tenant in tenants)
+
+
 def test_defaults(bytes_tokenizer: Tokenizer) -> None:
     (sampling,) = submitted(bytes_tokenizer, max_tokens=None)
     assert sampling == SamplingParams(max_tokens=16, seed=sampling.seed, stop_token_ids=(END,))
@@ -182,6 +197,23 @@ def test_plain_and_streamed_answers_agree(
             assert text.startswith(choice["text"])
             assert any(text[len(choice["text"]) :].startswith(stop) for stop in stops)
             assert choice["finish_reason"] == "stop"
+
+
+def test_return_token_ids(bytes_tokenizer: Tokenizer) -> None:
+    script, fields = ["é<end>", "abc"], {"n": 2, "return_token_ids": True}
+    answer = complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields).json()
+    expected = [[0xC3, 0xA9, END], [*b"abc"]]
+    assert [choice["token_ids"] for choice in answer["choices"]] == expected
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[*b"Hi"], [*b"Hi"]]
+    streamed: list[list[int]] = [[], []]
+    with_prompt = []
+    for chunk in stream_of(app_over(ScriptedEngine(script), bytes_tokenizer), **fields):
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        if "prompt_token_ids" in choice:
+            with_prompt.append((choice["index"], choice["prompt_token_ids"]))
+    assert streamed == expected
+    assert sorted(with_prompt) == [(0, [*b"Hi"]), (1, [*b"Hi"])]
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(bytes_tokenizer: Tokenizer) -> None:
@@ -351,3 +383,26 @@ def test_a_bug_in_a_stream_tells_nothing(
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
     assert "a stream failed" in caplog.text
+
+
+def test_a_running_request_is_deleted_by_its_id(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine()
+    app = app_over(engine, bytes_tokenizer)
+
+    async def run() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://purefill") as client:
+            body = {"model": "bytes", "prompt": "Hi", "n": 2, "request_id": "mine"}
+            completing = asyncio.create_task(client.post("/v1/completions", json=body))
+            await engine.submitted.wait()
+            deleted = await client.delete("/v1/requests/mine")
+            unknown = await client.delete("/v1/requests/min")
+            return deleted, unknown, await completing
+
+    deleted, unknown, completion = asyncio.run(run())
+    assert deleted.status_code == 200
+    assert deleted.json()["deleted"] is True
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "request_not_found"
+    assert completion.status_code == 499
+    assert completion.json()["error"]["code"] == "request_cancelled"

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import OverloadedError, RequestError, UnavailableError
+from scheduler.messages import QueueState
 from tests.unit.scheduler.api.scripted import MODEL, ScriptedEngine, app_over, complete, post, send
 
 UNSUPPORTED = {
@@ -32,7 +33,6 @@ UNSUPPORTED = {
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "guided_regex": "a",
-    "return_token_ids": True,
     "prompt_embeds": ["AA=="],
 }
 
@@ -71,6 +71,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "max_tokens must be an integer, got True"),
     ({"min_tokens": -1}, "min_tokens", "min_tokens must be >= 0, got -1"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "min_tokens must be <= max_tokens, which is 4, got 5"),
+    ({"priority": 101}, "priority", "priority must be <= 100, got 101"),
+    ({"priority": "high"}, "priority", "priority must be an integer, got 'high'"),
+    ({"ttft_slo_ms": 0}, "ttft_slo_ms", "ttft_slo_ms must be > 0"),
+    ({"user": 5}, "user", "user must be a string, got 5"),
     ({"temperature": -0.1}, "temperature", "temperature must be >= 0.0, got -0.1"),
     ({"temperature": 2.1}, "temperature", "temperature must be <= 2.0, got 2.1"),
     ({"temperature": "hot"}, "temperature", "temperature must be a number, got 'hot'"),
@@ -207,6 +211,32 @@ def test_an_overload_says_when_to_come_back(bytes_tokenizer: Tokenizer, stream: 
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "3"
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_full_queue_turns_a_prompt_away_before_it_is_tokenised(
+    bytes_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def encode(texts: Any) -> Any:
+        raise AssertionError("tokenised for nothing")
+
+    monkeypatch.setattr(bytes_tokenizer, "encode", encode)
+    engine = ScriptedEngine(["a"])
+    full = QueueState(num_requests=10_000, num_tokens=1, requests_per_s=0.5, tokens_per_s=1.0)
+    engine.admission.update(full, 0.0)
+    answer = complete(app_over(engine, bytes_tokenizer))
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "2"
+    assert engine.requests == []
+
+
+def test_a_permit_ends_with_its_request_whether_that_is_accepted_or_not(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(["a", "b"])
+    app = app_over(engine, bytes_tokenizer)
+    assert complete(app, prompt=["x", "y"]).status_code == 200
+    engine.refusal = UnavailableError("draining")
+    assert complete(app).status_code == 503
+    assert complete(app, prompt=[10**9]).status_code == 400
+    assert (engine.admission.num_requests, engine.admission.num_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""What the scheduler's core wants done, and whom it tells of what happens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.batching.former import FormedBatch
+from scheduler.messages import (
+    DecodeStart,
+    PrefillBatch,
+    PrefillResult,
+    Request,
+    SequenceRef,
+    StepReport,
+    TokenEvent,
+    TokenEvents,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPrefill:
+    """Action: send a batch to a prefill worker."""
+
+    worker: str
+    batch: PrefillBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecodeStarts:
+    """Action: let a decode worker go on with prefilled sequences."""
+
+    worker: str
+    starts: tuple[DecodeStart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecodeCancel:
+    """Action: let a decode worker drop sequences."""
+
+    worker: str
+    refs: tuple[SequenceRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendEvents:
+    """Action: tell an ApiServer what became of its requests."""
+
+    api_server: str
+    events: TokenEvents
+
+
+Action = SendPrefill | SendDecodeStarts | SendDecodeCancel | SendEvents
+
+
+class Observer(Protocol):
+    """Told of what happens, for metrics and logs. All times are in seconds."""
+
+    def rejected(self, label: str) -> None:
+        """A request was not accepted."""
+
+    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
+        """A batch leaves for a prefill worker."""
+
+    def prefilled(self, result: PrefillResult) -> None:
+        """A batch came back."""
+
+    def first_token(self, waited_s: float) -> None:
+        """A request has its first token, `waited_s` after its arrival."""
+
+    def stepped(self, report: StepReport) -> None:
+        """A decode worker made a step."""
+
+    def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
+        """A request ended: ``stop``, ``length``, ``cancelled``, or the label of an error."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Actions not yet taken, with those for one receiver merged into one message."""
+
+    prefills: list[SendPrefill] = field(default_factory=list)
+    starts: defaultdict[str, list[DecodeStart]] = field(default_factory=lambda: defaultdict(list))
+    cancels: defaultdict[str, list[SequenceRef]] = field(default_factory=lambda: defaultdict(list))
+    events: defaultdict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self) -> list[Action]:
+        """Return all actions and forget them."""
+        actions: list[Action] = list(self.prefills)
+        actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
+        actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
+        actions += [
+            SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
+            for a, e in self.events.items()
+        ]
+        for part in (self.prefills, self.starts, self.cancels, self.events):
+            part.clear()
+        return actions
