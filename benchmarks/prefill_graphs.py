@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from worker.model import Model, ModelSource, load_model
 from worker.prefill import PrefillEngine
 
 MAX_PROMPTS = prefill_checks.MAX_PROMPTS
+WARM_UP = 3
 POOL = "decode-0"
 
 
@@ -110,37 +111,37 @@ def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tok
     )
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Return the median milliseconds of a call that ends with its result on the host."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        before = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - before)
-    return statistics.median(times) * 1e3
-
-
 def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> dict[str, float]:
-    """Return the median time of a batch, and of what the host does of it outside the replay."""
-    batch = bench.batch(bench.random_prompts([length] * num_prompts, seed=length))
-    total_ms = median_ms(lambda: bench.engine.run(batch), repeats)
-    host = []
-    for _ in range(min(repeats, 20)):
-        before = time.perf_counter()
+    """Return the median time of a batch from token ids to first tokens, and what of it the host is busy.
+
+    Each time the prompts are new and made before the clock starts, so that the GPU rests as long between two batches
+    as it does in `peer_vllm.py`: running without a pause it becomes slower. The host's part is that of submitting,
+    the launch included, and of taking the result; the GPU computes during some of it.
+    """
+    totals, hosts = [], []
+    for repeat in range(repeats + WARM_UP):
+        batch = bench.batch(bench.random_prompts([length] * num_prompts, seed=repeat))
+        started = time.perf_counter()
         submitted = bench.engine.submit(batch)
-        after = time.perf_counter()
+        launched = time.perf_counter()
         _synchronize(bench.pool.device)
-        waited = time.perf_counter()
+        computed = time.perf_counter()
         submitted.result()
-        host.append(after - before + time.perf_counter() - waited)
-    return {"ms": total_ms, "host_us": statistics.median(host) * 1e6}
+        ended = time.perf_counter()
+        totals.append(ended - started)
+        hosts.append(launched - started + ended - computed)
+    return {
+        "ms": statistics.median(totals[WARM_UP:]) * 1e3,
+        "host_us": statistics.median(hosts[WARM_UP:]) * 1e6,
+    }
 
 
 @torch.inference_mode()
 def gemm_floor_ms(bench: Bench, num_tokens: int, num_prompts: int, repeats: int) -> float:
-    """Return the time of the batch's matrix products alone: all layers' projections, and the LM head once a prompt."""
+    """Return the time of the batch's matrix products alone: all layers' projections, and the LM head once a prompt.
+
+    On a GPU they are one graph. Between two of them the GPU rests as between two batches.
+    """
     device = bench.pool.device
     products = [
         (
@@ -156,19 +157,21 @@ def gemm_floor_ms(bench: Bench, num_tokens: int, num_prompts: int, repeats: int)
         for inputs, weight in products:
             torch.nn.functional.linear(inputs, weight)
 
-    if device.type == "cpu":
-        return median_ms(run, repeats)
     run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def replay() -> None:
-        graph.replay()
+    if device.type == "cuda":
         torch.cuda.synchronize()
-
-    return median_ms(replay, repeats)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+    times = []
+    for repeat in range(repeats + WARM_UP):
+        bench.random_prompts([num_tokens], seed=repeat)
+        started = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UP:]) * 1e3
 
 
 def _synchronize(device: torch.device) -> None:
@@ -186,7 +189,7 @@ def time_model(bench: Bench, args: argparse.Namespace, peer: dict[str, float]) -
             "size": size,
             **measure_batch(bench, num_prompts, length, args.repeats),
         }
-        row["floor_ms"] = gemm_floor_ms(bench, num_prompts * length, num_prompts, min(args.repeats, 20))
+        row["floor_ms"] = gemm_floor_ms(bench, num_prompts * length, num_prompts, args.repeats)
         if size in peer:
             row["peer_ms"] = peer[size]
         rows.append(row)

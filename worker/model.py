@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, S
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
-from worker.compiled import compile_forward
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import MergedLinear, merge_projections
 
@@ -46,7 +46,7 @@ class Model:
 
     def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
         self._model = model
-        self._compiled = compile_forward(self.logits)
+        self._compiled: Callable[[BatchInputs, KVPool], torch.Tensor] | None = None
         self.kv_spec = kv_spec
         self.info = info
 
@@ -103,14 +103,18 @@ class Model:
 
         The first call compiles, for a minute or so if the code is not in the cache.
         """
+        if self._compiled is None:
+            # Importing inductor takes seconds, and on the CPU it is not needed.
+            from worker.compiled import compile_forward
+
+            self._compiled = compile_forward(self.logits)
         num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
         if num_tokens > 1:
             torch._dynamo.mark_dynamic(inputs.token_ids, 0)
             if num_tokens == num_slots:  # a ladder of decode steps, in which both change
                 for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
                     torch._dynamo.mark_dynamic(tensor, 0)
-        logits: torch.Tensor = self._compiled(inputs, pool)
-        return logits
+        return self._compiled(inputs, pool)
 
 
 def load_model(source: ModelSource) -> Model:

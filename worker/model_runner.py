@@ -12,7 +12,6 @@ from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation, Ticket
 from graphs.runner import BucketReport, GraphRunner
 from scheduler.messages import Request
-from worker.compiled import compile_choice
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.sampling import CHOICES, COMPILABLE_CHOICES, needed_choice
@@ -71,15 +70,14 @@ class ModelRunner:
         def forward(inputs: BatchInputs) -> torch.Tensor:
             return logits(inputs, pool)
 
+        finishes = dict(CHOICES)
+        if captured:
+            # Importing inductor takes seconds, and on the CPU it is not needed.
+            from worker.compiled import compile_choice
+
+            finishes |= {name: compile_choice(finishes[name]) for name in COMPILABLE_CHOICES}
         return GraphRunner(
-            Computation(
-                forward=forward,
-                finishes={
-                    name: compile_choice(choose) if captured and name in COMPILABLE_CHOICES else choose
-                    for name, choose in CHOICES.items()
-                },
-                choose_finish=needed_choice,
-            ),
+            Computation(forward=forward, finishes=finishes, choose_finish=needed_choice),
             ladder,
             pages_per_slot=-(-self._model.info.max_model_len // pool.page_size),
             page_size=pool.page_size,

@@ -75,6 +75,12 @@ class PrefillEngine:
         return runner.prepare()
 
     @property
+    def uses_graphs(self) -> bool:
+        """Whether batches are replays of captured CUDA graphs."""
+        on_gpu = self.model.device.type == "cuda"
+        return on_gpu and all(runner.eager_reason is None for runner in self._runners.values())
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes of all static buffers and graphs."""
         return sum(runner.size_bytes for runner in self._runners.values())

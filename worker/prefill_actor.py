@@ -56,7 +56,7 @@ class PrefillWorker:
             model=model.info,
             buckets=tuple(bucket_seconds),
             graph_bytes=self._engine.buffer_bytes,
-            uses_cuda_graphs=model.device.type == "cuda" and config.use_graphs,
+            uses_cuda_graphs=self._engine.uses_graphs,
             bucket_seconds=bucket_seconds,
             device=model.device.type,
             load_seconds=loaded - started,

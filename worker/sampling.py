@@ -37,7 +37,9 @@ def choose_greedy(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
 def choose_sampled(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_greedy` where the temperature is 0 or next to it; draws from the whole vocabulary elsewhere."""
     logits = _ban(logits.float(), inputs.banned_ids)
-    return torch.where(inputs.temperature >= _MIN_TEMPERATURE, _draw(_heat(logits, inputs), inputs), _best(logits))
+    return torch.where(
+        inputs.temperature >= _MIN_TEMPERATURE, _draw(_heat(logits, inputs), inputs), _best(logits)
+    )
 
 
 def choose_filtered(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
@@ -109,7 +111,8 @@ def _gumbel(seed: torch.Tensor, output_index: torch.Tensor, vocab_size: int) -> 
     """Return Gumbel noise ``[S, vocab]``, float32, the same for the same (seed, output index, token id)."""
     stream = _mix(seed + (output_index.long() + 1) * _GAMMA).unsqueeze(1)
     token = torch.arange(1, vocab_size + 1, device=seed.device).unsqueeze(0)
-    # 23 bits and a half are exact in float32: with more, the largest number would round to 1, and the noise be infinite.
+    # 23 bits and a half are exact in float32: with more, the largest number would round to 1, and its noise be
+    # infinite.
     bits = (_mix(stream + token * _GAMMA) >> 41) & 0x7FFFFF
     uniform = (bits.float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

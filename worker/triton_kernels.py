@@ -81,7 +81,8 @@ def launch_attention(
     return out
 
 
-@triton.jit
+# Without this a bucket of an odd number of tokens would compile a kernel of its own.
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "table_stride"])
 def _attention_kernel(
     query,  # [T, heads, head_dim]
     key,  # [T, kv_heads, head_dim]
