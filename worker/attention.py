@@ -31,6 +31,11 @@ class _Slot:
     first_page: int | None
     """Set if the pages are consecutive: then they are one slice, and no copy is needed to read them."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass computes the sequence from its beginning: then its KV is the pass's own."""
+        return self.kv_len == self.end - self.start
+
 
 class PagedPass(Protocol):
     """What the attention layers of one forward pass share: where KV is written, and who attends to what."""
@@ -101,6 +106,7 @@ class HostPass:
         starts = inputs.query_starts.tolist()
         tables = inputs.page_table.tolist()
         self._slots: list[_Slot] = []
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         for i, kv_len in enumerate(derived.kv_lens.tolist()):
             if kv_len:
                 pages = tables[i][: -(-kv_len // inputs.page_size)]
@@ -126,18 +132,34 @@ class HostPass:
         values.view(-1, *values.shape[2:]).index_copy_(0, self._kv_slots, value.transpose(0, 1))
         out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
         for slot in self._slots:
-            seq_query = query[:, slot.start : slot.end].unsqueeze(0)
-            seq_key = _read(keys, slot).transpose(0, 1).unsqueeze(0)
-            seq_value = _read(values, slot).transpose(0, 1).unsqueeze(0)
-            mask = _causal_mask(slot, window, query.device)
-            if softcap is None:
+            own = slice(slot.start, slot.end)
+            seq_query = query[:, own].unsqueeze(0)
+            if slot.is_whole:
+                seq_key, seq_value = key[:, own].unsqueeze(0), value[:, own].unsqueeze(0)
+            else:
+                seq_key = _read(keys, slot).transpose(0, 1).unsqueeze(0)
+                seq_value = _read(values, slot).transpose(0, 1).unsqueeze(0)
+            if softcap is not None:
+                mask = self._mask(slot, window)
+                attended = _softcapped_attention(seq_query, seq_key, seq_value, mask, scaling, softcap)
+            elif slot.is_whole and (window is None or slot.kv_len <= window):
+                attended = scaled_dot_product_attention(
+                    seq_query, seq_key, seq_value, is_causal=True, scale=scaling, enable_gqa=True
+                )
+            else:
+                mask = self._mask(slot, window)
                 attended = scaled_dot_product_attention(
                     seq_query, seq_key, seq_value, attn_mask=mask, scale=scaling, enable_gqa=True
                 )
-            else:
-                attended = _softcapped_attention(seq_query, seq_key, seq_value, mask, scaling, softcap)
-            out[slot.start : slot.end] = attended[0].transpose(0, 1)
+            out[own] = attended[0].transpose(0, 1)
         return out
+
+    def _mask(self, slot: _Slot, window: int | None) -> torch.Tensor | None:
+        """Return the slot's mask; it is made once for all layers."""
+        key = (slot.start, window)
+        if key not in self._masks:
+            self._masks[key] = _causal_mask(slot, window)
+        return self._masks[key]
 
 
 def _read(pool_layer: torch.Tensor, slot: _Slot) -> torch.Tensor:
@@ -149,14 +171,14 @@ def _read(pool_layer: torch.Tensor, slot: _Slot) -> torch.Tensor:
     return pages.reshape(-1, *pool_layer.shape[2:])[: slot.kv_len]
 
 
-def _causal_mask(slot: _Slot, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _causal_mask(slot: _Slot, window: int | None) -> torch.Tensor | None:
     """Return which keys each query sees, ``[queries, keys]``, or None where a lone query sees them all."""
     num_queries = slot.end - slot.start
     windowed = window is not None and slot.kv_len > window
     if num_queries == 1 and not windowed:
         return None
-    query_pos = torch.arange(slot.kv_len - num_queries, slot.kv_len, device=device).unsqueeze(1)
-    key_pos = torch.arange(slot.kv_len, device=device).unsqueeze(0)
+    query_pos = torch.arange(slot.kv_len - num_queries, slot.kv_len).unsqueeze(1)
+    key_pos = torch.arange(slot.kv_len).unsqueeze(0)
     mask = key_pos <= query_pos
     if window is not None and windowed:
         mask &= key_pos > query_pos - window
