@@ -21,6 +21,25 @@ SCHEDULER_NAME = "scheduler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must match, from its first token to its last."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice"]
+    text: str = ""
+    """The JSON schema, the regular expression, or a JSON list of choices; empty for ``json_object``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """How likely a token was: natural logarithms under the model's own softmax, before any sampling setting."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest tokens, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one sequence's tokens are chosen. Validated by whoever makes it.
 
@@ -40,6 +59,22 @@ class SamplingParams:
     """0 <= seed < 2**63."""
     stop_token_ids: tuple[int, ...] = ()
     """The sequence ends after any of these: the model's EOS tokens (unless ignore_eos) and the request's own."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are never drawn."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the output holds."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens that the output holds, once for each time."""
+    repetition_penalty: float = 1.0
+    """> 0. Logits of tokens that prompt or output holds are divided by it if positive, else multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens are reported with each token's logprob; None reports no logprobs."""
+    prompt_logprobs: bool = False
+    """Report the prompt's tokens too, with `num_logprobs` of the likeliest each."""
+    grammar: Grammar | None = None
+    """What the output must match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +186,9 @@ class PrefillOutcome:
     request_id: str
     token_id: int | None = None
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One entry a prompt token; None for the first, which nothing predicts."""
     error_label: str | None = None
     error_message: str | None = None
 
@@ -193,6 +231,9 @@ class TokenEvent:
     index: int
     token_id: int | None = None
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the first token only; one entry a prompt token, None for the first."""
     error_label: str | None = None
     error_message: str | None = None
 
