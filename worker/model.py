@@ -91,11 +91,21 @@ class Model:
         Rows of unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
+        return self._logits(inputs, derived.positions, pool, kept=derived.last_token)
+
+    def all_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+        """Do the same as `logits`, but return the logits after every token position, ``[T, V]``."""
+        return self._logits(inputs, inputs.derive().positions, pool, kept=0)
+
+    def _logits(
+        self, inputs: BatchInputs, positions: torch.Tensor, pool: KVPool, *, kept: torch.Tensor | int
+    ) -> torch.Tensor:
+        """`kept` are the positions of which logits are wanted; 0 stands for all, as in transformers."""
         output = self._model(
             input_ids=inputs.token_ids.unsqueeze(0),
-            position_ids=derived.positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=derived.last_token,
+            logits_to_keep=kept,
             paged=HostPass(inputs, pool) if pool.device.type == "cpu" else CudaPass(inputs, pool),
         )
         logits: torch.Tensor = output.logits[0]
