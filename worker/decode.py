@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
-from scheduler.messages import DecodeStart, Lease, Request, SequenceRef, TokenEvent
+from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner, slot_input
 from worker.sequences import finish_reason
 
-_MAX_CANCELLED_EARLY = 4096
-"""Far more than can be on their way at once."""
+_MAX_EARLY = 4096
+"""Far more calls than can be on their way at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +23,8 @@ class _Sequence:
 
     request: Request
     lease: Lease
+    page_ids: list[int]
+    """Those of the lease, and those granted since."""
     num_cached: int
     newest_token: int
     num_outputs: int
@@ -40,7 +42,9 @@ class StepOutcome:
     events: list[tuple[str, TokenEvent]] = field(default_factory=list)
     """(ApiServer name, event) of every sequence of the step."""
     released: list[SequenceRef] = field(default_factory=list)
-    """Sequences whose pages are touched no more."""
+    """Sequences whose pages are touched no more. Those that have not ended are to be computed again."""
+    num_stalled: int = 0
+    """Sequences that had no room for another token."""
 
 
 class DecodeEngine:
@@ -51,10 +55,11 @@ class DecodeEngine:
         self._max_num_seqs = max_num_seqs
         self._runner = ModelRunner(model, pool, StepLadder(max_num_seqs))
         self._running: dict[SequenceRef, _Sequence] = {}
+        # What arrived before a sequence's start: calls from the scheduler may overtake each other.
         self._cancelled_early: dict[SequenceRef, None] = {}
-        """Cancelled before their start arrived; calls from the scheduler may overtake each other."""
+        self._grants_early: dict[tuple[SequenceRef, int], PageGrant] = {}
+        """By sequence, and how many pages it has then."""
         self._released: list[SequenceRef] = []
-        self._failed: list[tuple[str, TokenEvent]] = []
 
     def prepare(self) -> None:
         """Capture every bucket."""
@@ -63,7 +68,7 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to report."""
-        return bool(self._running or self._released or self._failed)
+        return bool(self._released) or any(self._has_room(sequence) for sequence in self._running.values())
 
     @property
     def num_running(self) -> int:
@@ -71,11 +76,12 @@ class DecodeEngine:
         return len(self._running)
 
     def add(self, start: DecodeStart) -> None:
-        """Take up a prefilled sequence. One whose lease is stale ends with an error instead."""
+        """Take up a prefilled sequence. One whose lease is stale is released at once."""
         request = start.request
         sequence = _Sequence(
             request=request,
             lease=start.lease,
+            page_ids=list(start.lease.page_ids),
             num_cached=request.num_prefill_tokens,
             newest_token=start.first_token_id,
             num_outputs=len(request.output_token_ids) + 1,
@@ -83,36 +89,53 @@ class DecodeEngine:
         if sequence.ref in self._cancelled_early:
             del self._cancelled_early[sequence.ref]
             self._released.append(sequence.ref)
-            return
-        error = self._pool.check([start.lease]).get(0)
-        if error is not None:
-            event = TokenEvent(
-                request_id=request.request_id,
-                index=sequence.num_outputs,
-                error_label=error.label,
-                error_message=str(error),
-            )
-            self._failed.append((request.api_server, event))
+        elif self._pool.check([start.lease]):
             self._released.append(sequence.ref)
-            return
-        self._running[sequence.ref] = sequence
+        else:
+            self._running[sequence.ref] = sequence
+            self._take_grants(sequence)
+
+    def grow(self, grant: PageGrant) -> None:
+        """Give a sequence more pages."""
+        self._grants_early[grant.ref, grant.first_page] = grant
+        sequence = self._running.get(grant.ref)
+        if sequence is not None:
+            self._take_grants(sequence)
+        elif len(self._grants_early) > _MAX_EARLY:
+            # Some had ended by themselves just before, and no start will come for them.
+            del self._grants_early[next(iter(self._grants_early))]
+
+    def _take_grants(self, sequence: _Sequence) -> None:
+        """Append what was granted, in the order of the pages. A sequence of which a page is refused is released."""
+        while grant := self._grants_early.pop((sequence.ref, len(sequence.page_ids)), None):
+            granted = Lease(
+                decode_worker=sequence.lease.decode_worker, epoch=grant.epoch, page_ids=grant.page_ids
+            )
+            if self._pool.claim([granted]):
+                del self._running[sequence.ref]
+                self._released.append(sequence.ref)
+                return
+            sequence.page_ids += grant.page_ids
 
     def cancel(self, ref: SequenceRef) -> None:
         """Drop a sequence before the next step; its pages are reported as released then."""
         if self._running.pop(ref, None) is None:
             self._cancelled_early[ref] = None
             # Some had ended by themselves just before, and no start will come for them.
-            if len(self._cancelled_early) > _MAX_CANCELLED_EARLY:
+            if len(self._cancelled_early) > _MAX_EARLY:
                 del self._cancelled_early[next(iter(self._cancelled_early))]
         else:
             self._released.append(ref)
 
     def step(self) -> StepOutcome:
-        """Make one token for each running sequence, up to `max_num_seqs` of them, oldest first."""
+        """Make one token for each sequence that has room for it, up to `max_num_seqs` of them, oldest first."""
         started = time.perf_counter()
-        outcome = StepOutcome(seconds=0.0, events=self._failed, released=self._released)
-        self._failed, self._released = [], []
-        batch = list(self._running.values())[: self._max_num_seqs]
+        ready = [sequence for sequence in self._running.values() if self._has_room(sequence)]
+        outcome = StepOutcome(
+            seconds=0.0, released=self._released, num_stalled=len(self._running) - len(ready)
+        )
+        self._released = []
+        batch = ready[: self._max_num_seqs]
         if batch:
             tokens = self._runner.submit([_slot(sequence) for sequence in batch]).result()
             for sequence, token in zip(batch, tokens, strict=True):
@@ -120,10 +143,20 @@ class DecodeEngine:
         outcome.seconds = time.perf_counter() - started
         return outcome
 
+    def _has_room(self, sequence: _Sequence) -> bool:
+        """Whether there is a place for the KV of its newest token."""
+        return sequence.num_cached < len(sequence.page_ids) * self._pool.page_size
+
     def _advance(self, sequence: _Sequence, token: int, outcome: StepOutcome) -> None:
         request, index = sequence.request, sequence.num_outputs
         reason = finish_reason(request, index, token)
-        event = TokenEvent(request_id=request.request_id, index=index, token_id=token, finish_reason=reason)
+        event = TokenEvent(
+            request_id=request.request_id,
+            index=index,
+            epoch=sequence.lease.epoch,
+            token_id=token,
+            finish_reason=reason,
+        )
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1
@@ -138,6 +171,6 @@ def _slot(sequence: _Sequence) -> SlotInput:
         sequence.request,
         (sequence.newest_token,),
         num_cached=sequence.num_cached,
-        page_ids=sequence.lease.page_ids,
+        page_ids=sequence.page_ids,
         output_index=sequence.num_outputs,
     )

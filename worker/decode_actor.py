@@ -15,6 +15,7 @@ from scheduler.messages import (
     SCHEDULER_NAME,
     DecodeStart,
     DecodeWorkerInfo,
+    PageGrant,
     SequenceRef,
     StepReport,
     WorkerConfig,
@@ -74,6 +75,11 @@ class DecodeWorker:
         for start in starts:
             self._commands.put(partial(self._engine.add, start))
 
+    def grow(self, grants: tuple[PageGrant, ...]) -> None:
+        """Give running sequences more pages before the next step."""
+        for grant in grants:
+            self._commands.put(partial(self._engine.grow, grant))
+
     def cancel(self, refs: tuple[SequenceRef, ...]) -> None:
         """Drop sequences before the next step; their pages are in its report's `released`."""
         for ref in refs:
@@ -108,4 +114,5 @@ class DecodeWorker:
             seconds=outcome.seconds,
             events=tuple(event for _, event in outcome.events),
             released=tuple(outcome.released),
+            num_stalled=outcome.num_stalled,
         )
