@@ -58,7 +58,9 @@ class DecodeWorker:
             device=model.device,
         )
         self._sender = EventSender(config.name)
-        self._engine = DecodeEngine(model, pool, max_num_seqs=config.max_num_seqs)
+        self._engine = DecodeEngine(
+            model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
+        )
         self._engine.prepare()
         return DecodeWorkerInfo(
             name=config.name,
