@@ -210,8 +210,9 @@ def all_tilings() -> Iterator[Tiling]:
     for block_keys, programs, warps, stages in itertools.product(
         (32, 64, 128), (1, 2, 3, 4), (2, 4, 8), (2, 3, 4, 5)
     ):
-        # Shared memory of one SM: 228 KB, of which keys and values of head dimension 128 take 512 bytes each.
-        if programs * stages * block_keys * 512 <= 200_000 and programs * stages * block_keys >= 192:
+        # Keys and values of head dimension 128 take half a KiB a key, and an SM has 228 KiB of shared memory.
+        shared_kib = programs * stages * block_keys / 2
+        if 128 <= shared_kib <= 220 and 16 <= block_keys // warps <= 32:
             yield Tiling(block_keys=block_keys, programs_per_sm=programs, num_warps=warps, num_stages=stages)
 
 
