@@ -87,9 +87,15 @@ class HostProgram:
     """Runs the computation on the CPU when a batch is submitted. The host buffer is the static input itself."""
 
     def __init__(
-        self, computation: Computation, layout: BatchLayout, shaping: ShapingBuffers | None = None
+        self,
+        computation: Computation,
+        layout: BatchLayout,
+        output: torch.Tensor,
+        shaping: ShapingBuffers | None = None,
     ) -> None:
+        """`output` is where the numbers are left, ``[slots]`` int64."""
         self._computation = computation
+        self._output = output
         self._host = HostBatch(layout)
         self._shaping = shaping
         views = None if shaping is None else shaping.inputs(layout.bucket.num_slots)
@@ -106,7 +112,8 @@ class HostProgram:
         self._host.pack(slots)
         _upload_shapings(self._shaping, slots, self._host.layout)
         rows = computation.forward(self._inputs)
-        numbers = computation.finishes[computation.choose_finish(slots)](rows, self._inputs)
+        numbers = self._output
+        numbers.copy_(computation.finishes[computation.choose_finish(slots)](rows, self._inputs))
         details = NO_REPORT
         if computation.report is not None and any(slot.reported for slot in slots):
             details = computation.report.compute(rows, numbers)[:count].numpy()
@@ -130,9 +137,11 @@ class CudaProgram:
         self,
         computation: Computation,
         layout: BatchLayout,
-        device: torch.device,
+        output: torch.Tensor,
         shaping: ShapingBuffers | None = None,
     ) -> None:
+        """`output` is where the numbers are left, ``[slots]`` int64, on the device."""
+        device = output.device
         self._computation = computation
         self._layout = layout
         self._shaping = shaping
@@ -140,7 +149,7 @@ class CudaProgram:
         self._buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
         views = None if shaping is None else shaping.inputs(num_slots)
         self._inputs = BatchInputs.of(layout, self._buffer, views)
-        self._output = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._output = output
         width = 0 if computation.report is None else computation.report.width
         self._details = torch.zeros((num_slots, width), dtype=torch.int32, device=device)
         self._stages = (_Stage(layout, width), _Stage(layout, width))

@@ -3,6 +3,7 @@
 ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
 ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
                                Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
+                               Scheduler ──PageGrant─────► DecodeWorker
                                Scheduler ◄─StepReport───── DecodeWorker
 """
 
@@ -163,6 +164,14 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRef:
+    """A sequence at a decode worker, under one lease."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillItem:
     """One request of a prefill batch."""
 
@@ -221,6 +230,18 @@ class DecodeStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageGrant:
+    """More pages for a running sequence, before it needs them."""
+
+    ref: SequenceRef
+    epoch: int
+    """Under which the worker claims these pages: newer than all that held them before, and than the lease."""
+    first_page: int
+    """How many pages the sequence has without these: grants may overtake each other."""
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """One new token of one request, or its end, or both.
 
@@ -229,6 +250,8 @@ class TokenEvent:
 
     request_id: str
     index: int
+    epoch: int = 0
+    """Of the lease under which the token was made; 0 for what a worker did not make."""
     token_id: int | None = None
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
@@ -255,15 +278,12 @@ class StepReport:
     events: tuple[TokenEvent, ...]
     """Tokens of the step, of all requests."""
     released: tuple[SequenceRef, ...]
-    """Sequences whose pages the worker touches no more."""
+    """Sequences whose pages the worker touches no more, and of which it has reported all tokens.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceRef:
-    """A sequence at a decode worker, under one lease."""
-
-    request_id: str
-    epoch: int
+    One that has not ended is computed again: it was cancelled for that, or its lease was refused.
+    """
+    num_stalled: int = 0
+    """Sequences that sat the step out, for want of a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +311,10 @@ class WorkerConfig:
     """Where compiled code is kept from one start to the next."""
     num_threads: int
     """CPU threads of torch."""
+    workers_per_device: int = 1
+    """Workers, this one included, that share its GPU: each holds the weights."""
+    pools_per_device: int = 1
+    """KV pools that share its GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +337,7 @@ class PoolHandle:
     transport: str
     """``shm`` or ``cuda_ipc``."""
     address: str
-    """What the transport needs to open the pool, such as ``/proc/PID/fd/N``."""
+    """Where the pool's shared host memory is: ``/proc/PID/fd/N``. With ``cuda_ipc`` only the epochs lie there."""
     incarnation: int
     """Changes each time the worker starts; a lease of another incarnation is void."""
     num_pages: int
@@ -321,6 +345,8 @@ class PoolHandle:
     page_size: int
     """Tokens per page."""
     size_bytes: int
+    device_memory: str = ""
+    """What ``cuda_ipc`` needs to open the pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

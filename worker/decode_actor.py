@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from scheduler.messages import (
     SCHEDULER_NAME,
     DecodeStart,
     DecodeWorkerInfo,
+    PageGrant,
     SequenceRef,
     StepReport,
     WorkerConfig,
@@ -49,19 +51,24 @@ class DecodeWorker:
 
         config, started = self._config, time.perf_counter()
         model = startup.load(config)
-        num_pages = startup.choose_num_pages(model, config)
         pool, handle = KVPool.create(
-            model.kv_spec, name=config.name, num_pages=num_pages, page_size=startup.CPU_PAGE_SIZE
+            model.kv_spec,
+            name=config.name,
+            num_pages=startup.choose_num_pages(model, config),
+            page_size=startup.page_size(model),
+            device=model.device,
         )
         self._sender = EventSender(config.name)
-        self._engine = DecodeEngine(model, pool, max_num_seqs=config.max_num_seqs)
+        self._engine = DecodeEngine(
+            model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
+        )
         self._engine.prepare()
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
             pool=handle,
             max_num_seqs=config.max_num_seqs,
-            device="cpu",
+            device=model.device.type,
             load_seconds=time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
         )
@@ -70,6 +77,11 @@ class DecodeWorker:
         """Take up prefilled sequences with the next step."""
         for start in starts:
             self._commands.put(partial(self._engine.add, start))
+
+    def grow(self, grants: tuple[PageGrant, ...]) -> None:
+        """Give running sequences more pages before the next step."""
+        for grant in grants:
+            self._commands.put(partial(self._engine.grow, grant))
 
     def cancel(self, refs: tuple[SequenceRef, ...]) -> None:
         """Drop sequences before the next step; their pages are in its report's `released`."""
@@ -103,6 +115,11 @@ class DecodeWorker:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
-            events=tuple(event for _, event in outcome.events),
+            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+            events=tuple(
+                event if event.logprobs is None else replace(event, logprobs=None)
+                for _, event in outcome.events
+            ),
             released=tuple(outcome.released),
+            num_stalled=outcome.num_stalled,
         )

@@ -73,6 +73,7 @@ class PrefillWorker:
                 TokenEvent(
                     request_id=outcome.request_id,
                     index=len(item.request.output_token_ids),
+                    epoch=item.lease.epoch,
                     token_id=outcome.token_id,
                     finish_reason=outcome.finish_reason,
                     logprobs=outcome.logprobs,

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from graphs.buckets import StepLadder
 from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation
 from graphs.runner import GraphRunner
 from graphs.shaping import ShapingBuffers, SlotShaping
+from scheduler.messages import SamplingParams
+from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Engines, prompts_of
+from worker.model import ModelSource, load_model
 from worker.sampling import CHOICES, needed_choice
 from worker.sampling.logprobs import make_report, read_report
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # torch and inductor warn of much that is not ours.
+    pytest.mark.filterwarnings("default"),
 ]
 VOCAB_SIZE = 1000
 NUM_SLOTS = 6
@@ -111,3 +118,47 @@ def test_a_captured_choice_and_report_are_those_of_the_cpu(choice: str) -> None:
             assert [i for i, _ in got.top] == [i for i, _ in wanted.top]
             assert [p for _, p in got.top] == pytest.approx([p for _, p in wanted.top], abs=1e-4)
             assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+
+
+def test_penalties_and_logprobs_of_captured_engines_are_those_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = AutoModelForCausalLM.from_config(
+        FAMILIES["qwen3"], dtype=torch.float32, attn_implementation="eager"
+    )
+    own.save_pretrained(tmp_path)
+    own = own.eval().to("cuda")
+    source = ModelSource(
+        name="tiny", folder=tmp_path, dtype="float32", device="cuda", max_model_len=MAX_MODEL_LEN
+    )
+    engines = Engines(load_model(source))
+    sampling = SamplingParams(
+        max_tokens=8, temperature=0.0, repetition_penalty=1.5, num_logprobs=3, prompt_logprobs=True
+    )
+    prompts = prompts_of(5, 70, 17)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        made = own.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            repetition_penalty=1.5,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    # Steps are launched ahead here: penalties must count tokens that the host does not know yet.
+    assert engines.generate(prompts, sampling) == expected
+    result = engines.run_prefill([engines.item("r", prompts[1], sampling)])
+    # 69 tokens have one to predict after them, and the largest bucket has 32.
+    assert result.eager_steps == {"prompt_logprobs": 3}
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(own(torch.tensor([prompts[1]], device="cuda")).logits[0], dim=-1).cpu()
+    (outcome,) = result.outcomes
+    assert outcome.prompt_logprobs is not None
+    reports = [*outcome.prompt_logprobs[1:], outcome.logprobs]
+    for row, token, report in zip(logprobs, [*prompts[1][1:], expected[1][0]], reports, strict=True):
+        assert report is not None
+        assert report.logprob == pytest.approx(float(row[token]), abs=2e-3)
+        assert [p for _, p in report.top] == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)

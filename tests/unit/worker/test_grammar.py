@@ -149,7 +149,7 @@ def model(folder: Path) -> Model:
 
 @pytest.fixture
 def engines(model: Model) -> Engines:
-    return Engines(model, capture_tokens=(16, 64), capture_slots=(4,))
+    return Engines(model, capture_tokens=(16, 64), capture_slots=(4,), looks_ahead=True)
 
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=(EOS,))
@@ -217,6 +217,23 @@ def test_min_tokens_keeps_an_output_going_until_it_is_complete(
         # A complete output ends before that, for nothing could follow.
         assert len(ids) > length or text.endswith("b") or text.count("a") == 6
     assert len(tokens[1]) > 1
+
+
+def test_a_token_against_the_grammar_ends_its_sequence_alone(engines: Engines, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT).ids
+    items = [
+        engines.item("wrong", prompt, replace(GREEDY, grammar=REGEX)),
+        engines.item("right", prompt, GREEDY),
+    ]
+    engines.run_prefill(items)
+    for item in items:
+        engines.decode.add(DecodeStart(request=item.request, lease=item.lease, first_token_id=EOS))
+    outcome = engines.decode.step()
+    assert [(e.request_id, e.error_label) for _, e in outcome.events] == [
+        ("wrong", "invalid"),
+        ("right", None),
+    ]
+    assert [ref.request_id for ref in outcome.released] == ["wrong"]
 
 
 def test_an_output_that_may_not_stop_repeats_eos(engines: Engines, tokenizer: Tokenizer) -> None:

@@ -85,10 +85,11 @@ def test_tokens_are_the_same_in_any_company(model: Model, sampling: SamplingPara
     prompts = prompts_of(5, 40, 9)
     alone = [Engines(model).generate([prompt], sampling)[0] for prompt in prompts]
     plain = Engines(model).generate([prompts[0]], GREEDY)[0]
-    engines = Engines(model, capture_tokens=(16, 64), capture_slots=(4,))
-    items = [engines.item(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-    items.append(engines.item("plain", prompts[0], GREEDY))
-    assert tokens_of(engines, items) == [*alone, plain]
+    for looks_ahead in (False, True):
+        engines = Engines(model, capture_tokens=(16, 64), capture_slots=(4,), looks_ahead=looks_ahead)
+        items = [engines.item(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+        items.append(engines.item("plain", prompts[0], GREEDY))
+        assert tokens_of(engines, items) == [*alone, plain]
     assert alone[0] != plain
 
 
