@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from graphs.runner import GraphRunner
 from graphs.shaping import ShapingBuffers, SlotShaping
 from scheduler.messages import SamplingParams
 from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Engines, prompts_of
+from worker.compiled import compile_choice
 from worker.model import ModelSource, load_model
-from worker.sampling import CHOICES, needed_choice
+from worker.sampling import CHOICES, COMPILABLE_CHOICES, needed_choice
 from worker.sampling.logprobs import make_report, read_report
 
 pytestmark = [
@@ -29,9 +31,10 @@ pytestmark = [
 ]
 VOCAB_SIZE = 1000
 NUM_SLOTS = 6
+Choice = Callable[[torch.Tensor, BatchInputs], torch.Tensor]
 
 
-def runner_of(device: str) -> GraphRunner:
+def runner_of(device: str, choices: Mapping[str, Choice] = CHOICES) -> GraphRunner:
     """A runner whose logits are random, and follow from the token."""
     generator = torch.Generator().manual_seed(0)
     table = (2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator)).to(device)
@@ -41,7 +44,7 @@ def runner_of(device: str) -> GraphRunner:
 
     runner = GraphRunner(
         Computation(
-            forward=forward, finishes=CHOICES, choose_finish=needed_choice, report=make_report(VOCAB_SIZE)
+            forward=forward, finishes=choices, choose_finish=needed_choice, report=make_report(VOCAB_SIZE)
         ),
         StepLadder(NUM_SLOTS),
         pages_per_slot=2,
@@ -102,9 +105,14 @@ def shaping_of(random: np.random.Generator) -> SlotShaping:
     )
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_captured_choice_and_report_are_those_of_the_cpu(choice: str) -> None:
-    on_cpu, on_gpu = runner_of("cpu"), runner_of("cuda")
+@pytest.mark.parametrize(
+    ("choice", "compiled"),
+    [*((choice, False) for choice in CHOICES), *((c, True) for c in sorted(COMPILABLE_CHOICES))],
+)
+def test_a_captured_choice_and_report_are_those_of_the_cpu(choice: str, compiled: bool) -> None:
+    # The whole batch is chosen by one of them, but the first one runs with every batch.
+    choices = {**CHOICES, choice: compile_choice(CHOICES[choice])} if compiled else CHOICES
+    on_cpu, on_gpu = runner_of("cpu"), runner_of("cuda", choices)
     batches = batches_of(choice, 60)
     # All are under way before the first is taken: a batch must not find the settings of the next.
     tickets = [on_gpu.submit(slots) for slots in batches]

@@ -20,7 +20,8 @@ CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
 """Ways to choose tokens. None of them waits for the device or has a shape that depends on values, so each can be
 captured."""
 COMPILABLE_CHOICES = frozenset({"greedy", "sampled"})
-"""Those that inductor makes faster. Most of the filtered ones is a sort, and inductor fails at its cumulative sum."""
+"""Those that inductor makes faster. Most of the filtered ones is a sort, and inductor fails at its cumulative sum.
+`choose_shaped` would gain too, but is compiled anew for every bucket, and its searchsorted comes out wrong."""
 
 
 def needed_choice(slots: Sequence[SlotInput]) -> str:
