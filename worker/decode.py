@@ -142,6 +142,7 @@ class DecodeEngine:
         if sequence.state is not None:
             sequence.state.accept(start.first_token_id)
         self._running[sequence.ref] = sequence
+        self._pool.num_running = len(self._running)
         self._take_grants(sequence)
 
     def grow(self, grant: PageGrant) -> None:
@@ -197,6 +198,7 @@ class DecodeEngine:
             if self._looks_ahead:
                 self._under_way = self._launch()
             self._take(step, outcome)
+        self._pool.num_running = len(self._running)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
