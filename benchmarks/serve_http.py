@@ -131,18 +131,23 @@ async def bursts(client: Client, length: int, count: int) -> dict[str, float]:
 
 
 async def saturation(client: Client, seconds: float) -> dict[str, float]:
-    """Keep `CONCURRENCY` requests under way; return how many a second end, of those of the second half."""
+    """Keep `CONCURRENCY` requests under way; return how many a second are served, by the second half's tokens."""
     started = time.perf_counter()
-    ends: list[float] = []
+    answers: list[Answer] = []
 
     async def keep_asking() -> None:
         while time.perf_counter() < started + seconds:
-            await client.ask(client.prompt(PROMPT_TOKENS), OUTPUT_TOKENS)
-            ends.append(time.perf_counter() - started)
+            answers.append(await client.ask(client.prompt(PROMPT_TOKENS), OUTPUT_TOKENS))
 
     await asyncio.gather(*(keep_asking() for _ in range(CONCURRENCY)))
-    rate = sum(seconds / 2 < end <= seconds for end in ends) / (seconds / 2)
-    return {"requests_per_s": rate, "tokens_per_s": rate * OUTPUT_TOKENS}
+    tokens = sum(
+        count
+        for answer in answers
+        for arrival, count in zip(answer.arrivals, answer.counts, strict=True)
+        if started + seconds / 2 < arrival <= started + seconds
+    )
+    rate = tokens / (seconds / 2)
+    return {"requests_per_s": rate / OUTPUT_TOKENS, "tokens_per_s": rate}
 
 
 async def poisson(client: Client, rate: float, seconds: float) -> dict[str, float]:
@@ -197,7 +202,7 @@ def running(name: str, command: Sequence[str], port: int) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
-            while not asyncio.run(answers(url)):
+            while not asyncio.run(is_ready(url)):
                 if process.poll() is not None or time.perf_counter() > started + START_TIMEOUT_S:
                     log.seek(0)
                     raise RuntimeError(f"{name} did not start:\n{log.read()[-3000:]}")
@@ -212,8 +217,8 @@ def running(name: str, command: Sequence[str], port: int) -> Iterator[str]:
                 process.kill()
 
 
-async def answers(url: str) -> bool:
-    """Return whether a server answers."""
+async def is_ready(url: str) -> bool:
+    """Return whether a server answers yet."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
             return response.status == 200

@@ -1,6 +1,6 @@
 """Decode steps on a GPU, with tiny models in float32, so that tokens can be compared exactly.
 
-That they are those of `generate`, for many families, is in test_prefill_graphs; full size is in benchmarks/decode_step.py.
+Their tokens are compared with those of `generate`, for many families, in test_prefill_graphs.
 """
 
 from __future__ import annotations
