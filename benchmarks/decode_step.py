@@ -73,7 +73,8 @@ def check_logits(model: Model, pool: KVPool, source: ModelSource) -> list[str]:
     runner = GraphRunner(
         Computation(forward=forward, finishes={"keep": keep}, choose_finish=lambda _: "keep"),
         StepLadder(CHECK_SLOTS),
-        pages_per_slot=per_slot,
+        # As in the engine that is timed: another width would be compiled anew.
+        pages_per_slot=-(-model.info.max_model_len // pool.page_size),
         page_size=pool.page_size,
         device=pool.device,
     )
