@@ -142,6 +142,12 @@ class ServeConfig(BaseModel):
         description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB on a CPU, what is "
         "free on a GPU",
     )
+    decode_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.95,
+        description="share of the time in which prefill pauses while sequences decode on the same device",
+    )
     journal: str = Field(
         "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
     )

@@ -315,6 +315,8 @@ class WorkerConfig:
     """Workers, this one included, that share its GPU: each holds the weights."""
     pools_per_device: int = 1
     """KV pools that share its GPU."""
+    decode_share: float = 0.0
+    """Share of the time that a prefill worker leaves to decode on the same device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

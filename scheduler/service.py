@@ -239,6 +239,8 @@ def _worker_config(config: ServeConfig, gpus: GpuPlan | None, folder: ModelFolde
         num_threads=os.cpu_count() or 1,
         workers_per_device=1 if gpus is None else gpus.workers_per_gpu,
         pools_per_device=1 if gpus is None else gpus.pools_per_gpu,
+        # With a GPU each, prefill is in nobody's way.
+        decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
     )
 
 

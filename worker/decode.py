@@ -135,6 +135,7 @@ class DecodeEngine:
             self._released.append(sequence.ref)
             return
         self._running[sequence.ref] = sequence
+        self._pool.num_running = len(self._running)
         self._take_grants(sequence)
 
     def grow(self, grant: PageGrant) -> None:
@@ -190,6 +191,7 @@ class DecodeEngine:
             if self._looks_ahead:
                 self._under_way = self._launch()
             self._take(step, outcome)
+        self._pool.num_running = len(self._running)
         outcome.seconds = time.perf_counter() - started
         return outcome
 

@@ -83,6 +83,11 @@ class PrefillEngine:
         return runner.prepare()
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether any sequence decodes in the pools."""
+        return any(pool.num_running for pool in self._pools.values())
+
+    @property
     def uses_graphs(self) -> bool:
         """Whether batches are replays of captured CUDA graphs."""
         on_gpu = self.model.device.type == "cuda"

@@ -14,6 +14,7 @@ from scheduler.messages import (
     TokenEvent,
     WorkerConfig,
 )
+from worker.pacing import Pacer
 
 if TYPE_CHECKING:
     from worker.events import EventSender
@@ -30,6 +31,7 @@ class PrefillWorker:
         self._config = config
         self._engine: PrefillEngine
         self._sender: EventSender
+        self._pacer = Pacer(config.decode_share)
 
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
@@ -66,7 +68,9 @@ class PrefillWorker:
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
+        time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
         result = self._engine.run(batch)
+        self._pacer.computed(result.seconds, time.monotonic())
         self._sender.send(
             (
                 item.request.api_server,
