@@ -14,7 +14,14 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from graphs.buckets import default_token_ladder
-from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
+from scheduler.actions import (
+    Action,
+    SendDecodeCancel,
+    SendDecodeGrow,
+    SendDecodeStarts,
+    SendEvents,
+    SendPrefill,
+)
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
@@ -53,7 +60,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
         self._metrics = SchedulerMetrics()
-        self._core = SchedulerCore(_make_former(config), config.queue_limits, self._metrics)
+        self._core = SchedulerCore(
+            _make_former(config),
+            config.queue_limits,
+            self._metrics,
+            # Above those of a scheduler that died: it made fewer than one lease a nanosecond.
+            first_epoch=time.time_ns(),
+        )
         self._handles: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,6 +141,8 @@ class Scheduler:
                 self._spawn(self._prefill(action))
             case SendDecodeStarts(worker=worker, starts=starts):
                 self._handle(worker).add.remote(starts)
+            case SendDecodeGrow(worker=worker, grants=grants):
+                self._handle(worker).grow.remote(grants)
             case SendDecodeCancel(worker=worker, refs=refs):
                 self._handle(worker).cancel.remote(refs)
             case SendEvents(api_server=api_server, events=events):

@@ -6,6 +6,7 @@ import logging
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from scheduler.actions import RequeueReason
 from scheduler.batching.former import FormedBatch
 from scheduler.core import SchedulerCore
 from scheduler.messages import PrefillResult, Request, StepReport
@@ -75,6 +76,25 @@ class SchedulerMetrics:
             "purefill_prefill_tokens", "Tokens prefilled, padding not counted.", registry=registry
         )
         self._output_tokens = Counter("purefill_output_tokens", "Tokens produced.", registry=registry)
+        self._preemptions = Counter(
+            "purefill_preemptions",
+            "Sequences that left their pages to older ones, to be computed again later.",
+            registry=registry,
+        )
+        self._requeues = Counter(
+            "purefill_requeues", "Requests that were put back into the queue.", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "purefill_leases_refused",
+            "Writes, reads and reports that came under a lease that had ended.",
+            ["what"],
+            registry=registry,
+        )
+        self._stalled = Counter(
+            "purefill_decode_stalled_sequences",
+            "Times that a sequence sat a decode step out, for want of a page.",
+            registry=registry,
+        )
         self._queue_requests = Gauge("purefill_queue_requests", "Requests that wait.", registry=registry)
         self._queue_tokens = Gauge(
             "purefill_queue_tokens", "Tokens of requests that wait.", registry=registry
@@ -137,6 +157,16 @@ class SchedulerMetrics:
         """Count a decode step and its tokens."""
         self._step_seconds.observe(report.seconds)
         self._output_tokens.inc(sum(event.token_id is not None for event in report.events))
+        self._stalled.inc(report.num_stalled)
+
+    def requeued(self, reason: RequeueReason) -> None:
+        """Count a request that waits again."""
+        self._requeues.labels(reason).inc()
+        self._preemptions.inc(reason == "preempted")
+
+    def refused(self, what: str) -> None:
+        """Count what came under a lease that had ended."""
+        self._refused.labels(what).inc()
 
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         """Count a request that ended, and log it."""
