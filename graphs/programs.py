@@ -60,8 +60,10 @@ class _Done:
 class HostProgram:
     """Runs the computation on the CPU when a batch is submitted. The host buffer is the static input itself."""
 
-    def __init__(self, computation: Computation, layout: BatchLayout) -> None:
+    def __init__(self, computation: Computation, layout: BatchLayout, output: torch.Tensor) -> None:
+        """`output` is where the numbers are left, ``[slots]`` int64."""
         self._computation = computation
+        self._output = output
         self._host = HostBatch(layout)
         self._inputs = BatchInputs.of(layout, self._host.tensor)
 
@@ -75,7 +77,8 @@ class HostProgram:
         self._host.pack(slots)
         rows = self._computation.forward(self._inputs)
         finish = self._computation.finishes[self._computation.choose_finish(slots)]
-        return _Done(self._host.layout.bucket, finish(rows, self._inputs)[: len(slots)].tolist())
+        self._output.copy_(finish(rows, self._inputs))
+        return _Done(self._host.layout.bucket, self._output[: len(slots)].tolist())
 
 
 class CudaProgram:
@@ -84,12 +87,15 @@ class CudaProgram:
     It has two host buffers, so that the next batch is packed and enqueued while one runs.
     """
 
-    def __init__(self, computation: Computation, layout: BatchLayout, device: torch.device) -> None:
+    def __init__(
+        self, computation: Computation, layout: BatchLayout, device: torch.device, output: torch.Tensor
+    ) -> None:
+        """`output` is where the numbers are left on the device, ``[slots]`` int64."""
         self._computation = computation
         self._layout = layout
         self._buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
         self._inputs = BatchInputs.of(layout, self._buffer)
-        self._output = torch.zeros(layout.bucket.num_slots, dtype=torch.int64, device=device)
+        self._output = output
         self._stages = (_Stage(layout), _Stage(layout))
         self._first_finish = next(iter(computation.finishes))
         self._graphs: dict[str, CapturedGraph] = {}

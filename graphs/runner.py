@@ -56,6 +56,9 @@ class GraphRunner:
         self._device = device
         self._memory = GraphMemory(device) if device.type == "cuda" and use_graphs else None
         self._programs: dict[Bucket, Program] = {}
+        max_slots = max(bucket.num_slots for bucket in ladder.buckets)
+        self.output = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        """Where every batch leaves its numbers, on the device: the next one may read those of the last."""
 
     @property
     def size_bytes(self) -> int:
@@ -97,13 +100,14 @@ class GraphRunner:
     def _prepare(self, bucket: Bucket) -> BucketReport:
         started = time.perf_counter()
         layout = BatchLayout(bucket=bucket, pages_per_slot=self._pages_per_slot, page_size=self._page_size)
+        output = self.output[: bucket.num_slots]
         program: Program
         if self._device.type == "cuda":
-            program = cuda_program = CudaProgram(self._computation, layout, self._device)
+            program = cuda_program = CudaProgram(self._computation, layout, self._device, output)
             if self._memory is not None:
                 cuda_program.capture(self._memory)
         else:
-            program = HostProgram(self._computation, layout)
+            program = HostProgram(self._computation, layout, output)
         self._programs[bucket] = program
         prepared = time.perf_counter()
         batch = _full_batch(layout)

@@ -120,7 +120,9 @@ class ServeConfig(BaseModel):
         None, ge=2, description="longest prompt and answer together, in tokens, if less than the model's own"
     )
     max_capture_tokens: int | None = Field(
-        None, ge=1, description="tokens of the largest prefill graph; unset: 512"
+        None,
+        ge=1,
+        description="tokens of the largest prefill graph; unset: 512 on a CPU, up to 8192 on a GPU",
     )
     graph_optimization_config: Annotated[GraphOptimizationConfig | None, BeforeValidator(_parse_json)] = (
         Field(None, description="the same in FastDeploy's keys")
@@ -136,7 +138,9 @@ class ServeConfig(BaseModel):
     )
     load_format: LoadFormat = Field("auto", description="dummy fills the model with random weights")
     kv_memory: Size | None = Field(
-        None, description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB"
+        None,
+        description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB on a CPU, what is "
+        "free on a GPU",
     )
     journal: str = Field(
         "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
@@ -207,9 +211,6 @@ class ServeConfig(BaseModel):
                 self.metrics_port not in (None, self.port)
             ),
             "drain_timeout_s must be 0, draining comes later": self.drain_timeout_s != 0,
-            "graph_config.use_cudagraph must be true, eager prefill comes later": (
-                not self.graph_config.use_cudagraph
-            ),
         }
         for message, asked in later.items():
             if asked:

@@ -311,6 +311,10 @@ class WorkerConfig:
     """Where compiled code is kept from one start to the next."""
     num_threads: int
     """CPU threads of torch."""
+    workers_per_device: int = 1
+    """Workers, this one included, that share its GPU: each holds the weights."""
+    pools_per_device: int = 1
+    """KV pools that share its GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +337,7 @@ class PoolHandle:
     transport: str
     """``shm`` or ``cuda_ipc``."""
     address: str
-    """What the transport needs to open the pool, such as ``/proc/PID/fd/N``."""
+    """Where the pool's shared host memory is: ``/proc/PID/fd/N``. With ``cuda_ipc`` only the epochs lie there."""
     incarnation: int
     """Changes each time the worker starts; a lease of another incarnation is void."""
     num_pages: int
@@ -341,6 +345,8 @@ class PoolHandle:
     page_size: int
     """Tokens per page."""
     size_bytes: int
+    device_memory: str = ""
+    """What ``cuda_ipc`` needs to open the pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
+from scheduler.gpus import GpuPlan, plan_gpus
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
 from scheduler.messages import (
     RAY_NAMESPACE,
@@ -128,8 +129,9 @@ def _start_actors(
     config: ServeConfig, folder: ModelFolder, dashboard_url: str | None, actors: list[Any]
 ) -> RunningService:
     """Start every actor, in the order in which they need each other; append each to `actors` at once."""
-    decode_actors = _create_workers("decode", config.decode_workers, config, folder, actors)
-    prefill_actors = _create_workers("prefill", config.prefill_workers, config, folder, actors)
+    gpus = _plan_gpus(config)
+    decode_actors = _create_workers("decode", config.decode_workers, config, gpus, folder, actors)
+    prefill_actors = _create_workers("prefill", config.prefill_workers, config, gpus, folder, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
     decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
     pools = tuple(info.pool for info in decode)
@@ -164,6 +166,26 @@ def _start_actors(
     )
 
 
+def _plan_gpus(config: ServeConfig) -> GpuPlan | None:
+    """Return how the workers share the cluster's GPUs, or None if they run on CPUs.
+
+    Raises `ConfigError` if GPUs are asked for and there are none.
+    """
+    num_gpus = 0 if config.device == "cpu" else _num_free_gpus()
+    if num_gpus == 0:
+        if config.device == "cuda":
+            raise ConfigError("device must be cpu or auto, Ray sees no free GPU here, got cuda")
+        return None
+    return plan_gpus(num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
+
+
+def _num_free_gpus() -> int:
+    import ray
+
+    resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return int(resources.get("GPU", 0))
+
+
 def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
     import ray
 
@@ -177,26 +199,34 @@ def _create(actor_class: type, name: str, actors: list[Any], config: Any, **opti
 
 
 def _create_workers(
-    pool: str, count: int, config: ServeConfig, folder: ModelFolder, actors: list[Any]
+    pool: str,
+    count: int,
+    config: ServeConfig,
+    gpus: GpuPlan | None,
+    folder: ModelFolder,
+    actors: list[Any],
 ) -> list[Any]:
     (entry_point,) = entry_points(group="purefill.workers", name=pool)
     actor_class = entry_point.load()
     # A decode worker's `run` occupies a thread for good, the others come and go.
-    options = {"max_concurrency": 4} if pool == "decode" else {}
+    options: dict[str, Any] = {"max_concurrency": 4} if pool == "decode" else {}
+    if gpus is not None:
+        options["num_gpus"] = gpus.gpus_per_worker
+    names = [f"{pool}-{i}" for i in range(count)]
     return [
-        _create(actor_class, f"{pool}-{i}", actors, _worker_config(config, folder, f"{pool}-{i}"), **options)
-        for i in range(count)
+        _create(actor_class, name, actors, _worker_config(config, gpus, folder, name), **options)
+        for name in names
     ]
 
 
-def _worker_config(config: ServeConfig, folder: ModelFolder, name: str) -> WorkerConfig:
+def _worker_config(config: ServeConfig, gpus: GpuPlan | None, folder: ModelFolder, name: str) -> WorkerConfig:
     graphs = config.graph_config
     return WorkerConfig(
         name=name,
         model_name=folder.name,
         model_folder=str(folder.path),
         dtype=config.dtype,
-        device=config.device,
+        device="cpu" if gpus is None else "cuda",
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -207,6 +237,8 @@ def _worker_config(config: ServeConfig, folder: ModelFolder, name: str) -> Worke
         use_graphs=graphs.use_cudagraph,
         compile_cache_folder=str(cache_folder() / "compiled"),
         num_threads=os.cpu_count() or 1,
+        workers_per_device=1 if gpus is None else gpus.workers_per_gpu,
+        pools_per_device=1 if gpus is None else gpus.pools_per_gpu,
     )
 
 
@@ -263,6 +295,10 @@ def _say(line: str) -> None:
     print(f"purefill: {line}", file=sys.stderr, flush=True)
 
 
+def _graphs(info: PrefillWorkerInfo) -> str:
+    return "CUDA graphs and static buffers" if info.uses_cuda_graphs else "static buffers"
+
+
 def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
     """Print what runs, in a few lines."""
     decode, prefill = service.decode[0], service.prefill[0]
@@ -275,7 +311,7 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per worker, context {model.max_model_len}",
         "batches": f"{config.batch_policy}, {config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
         "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
-        f"{prefill.graph_bytes / mib:.1f} MiB of static buffers, warm in {prefill.warmup_seconds:.1f} s",
+        f"{prefill.graph_bytes / mib:.1f} MiB of {_graphs(prefill)}, warm in {prefill.warmup_seconds:.1f} s",
         "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
         f"{pool.size_bytes / mib:.0f} MiB by {pool.transport}, at most {decode.max_num_seqs} sequences",
         "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker, "

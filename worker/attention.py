@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.layout import BatchInputs
+from worker.decode_kernels import decode_attention, decode_plan
 from worker.kernels import prefill_attention
 from worker.kv_pool import KVPool
 
@@ -91,6 +92,49 @@ class CudaPass:
             self._pool.page_size,
             scaling,
             window or 0,
+            softcap or 0.0,
+        )
+        return out
+
+
+class CudaStep:
+    """A decode step on a CUDA device: one token for each sequence, attention by two kernels per layer."""
+
+    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
+        self._inputs = inputs
+        self._pool = pool
+        self._plans: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Do as `PagedPass` says, except that pads write no KV at all."""
+        inputs, most_keys = self._inputs, window or 0
+        if most_keys not in self._plans:
+            # Made once for all layers that see as much.
+            self._plans[most_keys] = decode_plan(inputs.query_starts, inputs.num_cached, most_keys)
+        keys_offset, values_offset = self._pool.offsets(layer)
+        out: torch.Tensor = decode_attention(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            self._pool.memory,
+            self._plans[most_keys],
+            inputs.num_cached,
+            inputs.page_table,
+            keys_offset,
+            values_offset,
+            self._pool.page_size,
+            scaling,
+            most_keys,
             softcap or 0.0,
         )
         return out

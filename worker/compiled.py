@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from worker import kernels, rotary_fusion
+from worker import decode_kernels, kernels, rotary_fusion
 from worker.rotary_fusion import fuse_rotations
 
 P = ParamSpec("P")
@@ -55,7 +55,9 @@ class _Improve(CustomGraphPass):
         self._write_down_shared(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, rotary_fusion.__file__, kernels.__file__))
+        return get_hash_for_files(
+            (__file__, rotary_fusion.__file__, kernels.__file__, decode_kernels.__file__)
+        )
 
     def _write_down_shared(self, graph: torch.fx.Graph) -> None:
         """Mark what several layers read, so that it is written to memory once instead of computed in each."""

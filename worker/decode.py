@@ -1,12 +1,20 @@
-"""Decode: continuous batching over the KV pages that this worker owns."""
+"""Decode: continuous batching over the KV pages that this worker owns.
+
+On a GPU a step is launched before the tokens of the one before are known here: each sequence's token is taken from
+where that step leaves it on the device. So the host works on one step's tokens while the next is computed. A sequence
+that turns out to have ended takes part in one step too many: its result is dropped, and its pages are released after
+that.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
+from graphs.programs import Ticket
 from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
@@ -28,6 +36,10 @@ class _Sequence:
     num_cached: int
     newest_token: int
     num_outputs: int
+    row: int = -1
+    """Where it stands in the step under way that computes its next token; -1: in none."""
+    ended: bool = False
+    """Its tokens are of no interest any more."""
 
     @property
     def ref(self) -> SequenceRef:
@@ -50,10 +62,21 @@ class StepOutcome:
 class DecodeEngine:
     """Owns the running sequences. Sequences join and leave between steps; one step makes one token for each."""
 
-    def __init__(self, model: Model, pool: KVPool, *, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        use_graphs: bool = True,
+        looks_ahead: bool | None = None,
+    ) -> None:
+        """`looks_ahead` launches a step before the last one's tokens are known; None: where that saves time."""
         self._pool = pool
         self._max_num_seqs = max_num_seqs
-        self._runner = ModelRunner(model, pool, StepLadder(max_num_seqs))
+        self._looks_ahead = pool.device.type == "cuda" if looks_ahead is None else looks_ahead
+        self._runner = ModelRunner(model, pool, StepLadder(max_num_seqs), use_graphs=use_graphs, steps=True)
+        self._under_way: _Step | None = None
         self._running: dict[SequenceRef, _Sequence] = {}
         # What arrived before a sequence's start: calls from the scheduler may overtake each other.
         self._cancelled_early: dict[SequenceRef, None] = {}
@@ -68,7 +91,9 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to report."""
-        return bool(self._released) or any(self._has_room(sequence) for sequence in self._running.values())
+        if self._released or self._under_way is not None:
+            return True
+        return any(self._can_step(sequence) for sequence in self._running.values())
 
     @property
     def num_running(self) -> int:
@@ -112,40 +137,73 @@ class DecodeEngine:
                 decode_worker=sequence.lease.decode_worker, epoch=grant.epoch, page_ids=grant.page_ids
             )
             if self._pool.claim([granted]):
-                del self._running[sequence.ref]
-                self._released.append(sequence.ref)
+                self._drop(sequence)
                 return
             sequence.page_ids += grant.page_ids
 
     def cancel(self, ref: SequenceRef) -> None:
-        """Drop a sequence before the next step; its pages are reported as released then."""
-        if self._running.pop(ref, None) is None:
-            self._cancelled_early[ref] = None
-            # Some had ended by themselves just before, and no start will come for them.
-            if len(self._cancelled_early) > _MAX_EARLY:
-                del self._cancelled_early[next(iter(self._cancelled_early))]
-        else:
-            self._released.append(ref)
+        """Drop a sequence before the next step; its pages are reported as released once no step touches them."""
+        sequence = self._running.get(ref)
+        if sequence is not None:
+            self._drop(sequence)
+            return
+        self._cancelled_early[ref] = None
+        # Some had ended by themselves just before, and no start will come for them.
+        if len(self._cancelled_early) > _MAX_EARLY:
+            del self._cancelled_early[next(iter(self._cancelled_early))]
+
+    def _drop(self, sequence: _Sequence) -> None:
+        del self._running[sequence.ref]
+        sequence.ended = True
+        if sequence.row < 0:
+            self._released.append(sequence.ref)
 
     def step(self) -> StepOutcome:
         """Make one token for each sequence that has room for it, up to `max_num_seqs` of them, oldest first."""
         started = time.perf_counter()
-        ready = [sequence for sequence in self._running.values() if self._has_room(sequence)]
-        outcome = StepOutcome(
-            seconds=0.0, released=self._released, num_stalled=len(self._running) - len(ready)
-        )
+        outcome = StepOutcome(seconds=0.0, released=self._released)
         self._released = []
-        batch = ready[: self._max_num_seqs]
-        if batch:
-            tokens = self._runner.submit([_slot(sequence) for sequence in batch]).result()
-            for sequence, token in zip(batch, tokens, strict=True):
-                self._advance(sequence, token, outcome)
+        step = self._under_way or self._launch()
+        self._under_way = None
+        if step is not None:
+            for row, sequence in enumerate(step.sequences):
+                sequence.row = row
+        outcome.num_stalled = sum(s.row < 0 and not self._has_room(s) for s in self._running.values())
+        if step is not None:
+            if self._looks_ahead:
+                self._under_way = self._launch()
+            self._take(step, outcome)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
+    def _launch(self) -> _Step | None:
+        """Start a step of all that can take part, or return None if nobody can."""
+        sequences = [sequence for sequence in self._running.values() if self._can_step(sequence)]
+        sequences = sequences[: self._max_num_seqs]
+        if not sequences:
+            return None
+        return _Step(sequences, self._runner.submit([_slot(sequence) for sequence in sequences]))
+
+    def _take(self, step: _Step, outcome: StepOutcome) -> None:
+        """Wait for a step, and take its tokens."""
+        next_rows = (
+            {} if self._under_way is None else {id(s): i for i, s in enumerate(self._under_way.sequences)}
+        )
+        for sequence, token in zip(step.sequences, step.ticket.result(), strict=True):
+            sequence.row = next_rows.get(id(sequence), -1)
+            if not sequence.ended:
+                self._advance(sequence, token, outcome)
+            if sequence.ended and sequence.row < 0:
+                outcome.released.append(sequence.ref)
+
+    def _can_step(self, sequence: _Sequence) -> bool:
+        """Whether it may take part in the next step: it has room, and the step under way will not end it."""
+        is_last = sequence.row >= 0 and sequence.num_outputs + 1 >= sequence.request.sampling.max_tokens
+        return not is_last and self._has_room(sequence)
+
     def _has_room(self, sequence: _Sequence) -> bool:
-        """Whether there is a place for the KV of its newest token."""
-        return sequence.num_cached < len(sequence.page_ids) * self._pool.page_size
+        """Whether there is a place for the KV of its newest token, which may still be under way."""
+        return sequence.num_cached + (sequence.row >= 0) < len(sequence.page_ids) * self._pool.page_size
 
     def _advance(self, sequence: _Sequence, token: int, outcome: StepOutcome) -> None:
         request, index = sequence.request, sequence.num_outputs
@@ -163,14 +221,24 @@ class DecodeEngine:
         sequence.newest_token = token
         if reason is not None:
             del self._running[sequence.ref]
-            outcome.released.append(sequence.ref)
+            sequence.ended = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step under way. Row i of its result is the token of sequence i."""
+
+    sequences: Sequence[_Sequence]
+    ticket: Ticket
 
 
 def _slot(sequence: _Sequence) -> SlotInput:
+    """Return the sequence's part of the next step, in which it goes on from the one under way, if it is in that."""
+    is_ahead = sequence.row >= 0
     return slot_input(
         sequence.request,
-        (sequence.newest_token,),
-        num_cached=sequence.num_cached,
+        (-1 - sequence.row if is_ahead else sequence.newest_token,),
+        num_cached=sequence.num_cached + is_ahead,
         page_ids=sequence.page_ids,
-        output_index=sequence.num_outputs,
+        output_index=sequence.num_outputs + is_ahead,
     )

@@ -50,19 +50,24 @@ class DecodeWorker:
 
         config, started = self._config, time.perf_counter()
         model = startup.load(config)
-        num_pages = startup.choose_num_pages(model, config)
         pool, handle = KVPool.create(
-            model.kv_spec, name=config.name, num_pages=num_pages, page_size=startup.CPU_PAGE_SIZE
+            model.kv_spec,
+            name=config.name,
+            num_pages=startup.choose_num_pages(model, config),
+            page_size=startup.page_size(model),
+            device=model.device,
         )
         self._sender = EventSender(config.name)
-        self._engine = DecodeEngine(model, pool, max_num_seqs=config.max_num_seqs)
+        self._engine = DecodeEngine(
+            model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
+        )
         self._engine.prepare()
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
             pool=handle,
             max_num_seqs=config.max_num_seqs,
-            device="cpu",
+            device=model.device.type,
             load_seconds=time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
         )

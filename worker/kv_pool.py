@@ -1,5 +1,8 @@
 """KV pages: the memory that a decode worker owns and that prefill workers on the same host write into.
 
+On the CPU all of it is shared memory. On a GPU the pages are device memory, opened elsewhere by CUDA IPC, and the
+epochs are shared host memory.
+
 Every page carries the newest epoch under which it was written. Epochs only grow, so a late writer or reader
 whose lease has ended and whose page was leased again is refused.
 """
@@ -19,6 +22,9 @@ import torch
 
 from scheduler.errors import ConfigError, StaleLeaseError
 from scheduler.messages import Lease, PoolHandle
+from worker import cuda_ipc
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,66 +82,90 @@ class KVPool:
 
         Raises `ConfigError` if the memory is not there.
         """
-        count = num_pages * page_size * spec.token_bytes // spec.dtype.itemsize
-        try:
-            memory = torch.zeros(count, dtype=spec.dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"kv_memory: cannot get {count * spec.dtype.itemsize} bytes: {error}"
-            ) from error
+        memory = _device_memory(spec, num_pages=num_pages, page_size=page_size, device=device)
         epochs = np.zeros(num_pages, dtype=np.int64)
         return cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size)
 
     @classmethod
-    def _mapped(cls, spec: KVSpec, memory: mmap.mmap, *, num_pages: int, page_size: int) -> KVPool:
-        epochs = np.frombuffer(memory, dtype=np.int64, count=num_pages)
-        count = num_pages * page_size * spec.token_bytes // spec.dtype.itemsize
-        elements = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=8 * num_pages)
-        return cls(spec, epochs, elements, num_pages=num_pages, page_size=page_size)
+    def create(
+        cls,
+        spec: KVSpec,
+        *,
+        name: str,
+        num_pages: int,
+        page_size: int,
+        device: torch.device = _CPU,
+    ) -> tuple[KVPool, PoolHandle]:
+        """Allocate a pool of `num_pages` pages of `page_size` tokens that other processes on this host can `open`.
 
-    @classmethod
-    def create(cls, spec: KVSpec, *, name: str, num_pages: int, page_size: int) -> tuple[KVPool, PoolHandle]:
-        """Allocate a pool of `num_pages` pages of `page_size` tokens in memory that other processes can `open`.
-
-        The memory has no name in the file system: it goes away with the last process that maps it, however that
-        process ends.
+        Host memory has no name in the file system: it goes away with the last process that maps it, however that
+        process ends. Device memory goes away with this process.
 
         Raises `ConfigError` if the memory is not there: it is all taken now, never found missing later.
         """
         size_bytes = spec.pool_bytes(num_pages, page_size)
+        on_gpu = device.type == "cuda"
+        host_bytes = 8 * num_pages if on_gpu else size_bytes
         fd = os.memfd_create(f"purefill-{name}")
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
+            os.posix_fallocate(fd, 0, host_bytes)
         except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"kv_memory: cannot get {size_bytes} bytes of shared memory: {error}"
+                f"kv_memory: cannot get {host_bytes} bytes of shared memory: {error}"
             ) from error
-        memory = mmap.mmap(fd, size_bytes)
+        shared = mmap.mmap(fd, host_bytes)
+        epochs = np.frombuffer(shared, dtype=np.int64, count=num_pages)
+        if on_gpu:
+            memory = _device_memory(spec, num_pages=num_pages, page_size=page_size, device=device)
+        else:
+            memory = _host_memory(spec, shared, num_pages=num_pages, page_size=page_size)
         handle = PoolHandle(
             decode_worker=name,
-            transport="shm",
+            transport="cuda_ipc" if on_gpu else "shm",
             # The descriptor stays open for the life of this process: it is the pool's address.
             address=f"/proc/{os.getpid()}/fd/{fd}",
+            device_memory=cuda_ipc.share(memory) if on_gpu else "",
             incarnation=os.getpid(),
             num_pages=num_pages,
             page_size=page_size,
             size_bytes=size_bytes,
         )
-        return cls._mapped(spec, memory, num_pages=num_pages, page_size=page_size), handle
+        return cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size), handle
 
     @classmethod
-    def open(cls, spec: KVSpec, handle: PoolHandle) -> KVPool:
-        """Map another process's pool. Raises `ConfigError` if it does not fit this model."""
-        size_bytes = spec.pool_bytes(handle.num_pages, handle.page_size)
+    def open(cls, spec: KVSpec, handle: PoolHandle, device: torch.device = _CPU) -> KVPool:
+        """Map another process's pool. `device` is the opening process's own.
+
+        Raises `ConfigError` if the pool does not fit this model or cannot be reached from this device.
+        """
+        num_pages, page_size = handle.num_pages, handle.page_size
+        size_bytes = spec.pool_bytes(num_pages, page_size)
         if size_bytes != handle.size_bytes:
             raise ConfigError(
                 f"the KV pool of {handle.decode_worker} has {handle.size_bytes} bytes, this model needs "
                 f"{size_bytes}: are model and dtype the same?"
             )
+        on_gpu = handle.transport == "cuda_ipc"
+        if on_gpu != (device.type == "cuda"):
+            raise ConfigError(
+                f"device must be the same for prefill and decode: {handle.decode_worker} has its pages by "
+                f"{handle.transport}, and this worker is on {device.type}"
+            )
         with Path(handle.address).open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), size_bytes)
-        return cls._mapped(spec, memory, num_pages=handle.num_pages, page_size=handle.page_size)
+            shared = mmap.mmap(file.fileno(), 8 * num_pages if on_gpu else size_bytes)
+        epochs = np.frombuffer(shared, dtype=np.int64, count=num_pages)
+        if on_gpu:
+            try:
+                memory = cuda_ipc.open_shared(handle.device_memory, spec.dtype, device)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the KV pool of {handle.decode_worker} cannot be opened on {device}: {error}"
+                ) from error
+            memory = memory[: _num_elements(spec, num_pages=num_pages, page_size=page_size)]
+        else:
+            memory = _host_memory(spec, shared, num_pages=num_pages, page_size=page_size)
+        return cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer, each ``[num_pages, page_size, kv_heads, head_dim]``."""
@@ -180,6 +210,25 @@ class KVPool:
             for i, lease in enumerate(leases)
             if not (self._epochs[np.asarray(lease.page_ids)] == lease.epoch).all()
         }
+
+
+def _num_elements(spec: KVSpec, *, num_pages: int, page_size: int) -> int:
+    return num_pages * page_size * spec.token_bytes // spec.dtype.itemsize
+
+
+def _host_memory(spec: KVSpec, shared: mmap.mmap, *, num_pages: int, page_size: int) -> torch.Tensor:
+    """Return keys and values of a pool in host memory, in which they follow the epochs."""
+    count = _num_elements(spec, num_pages=num_pages, page_size=page_size)
+    return torch.frombuffer(shared, dtype=spec.dtype, count=count, offset=8 * num_pages)
+
+
+def _device_memory(spec: KVSpec, *, num_pages: int, page_size: int, device: torch.device) -> torch.Tensor:
+    """Allocate keys and values. Raises `ConfigError` if the memory is not there."""
+    count = _num_elements(spec, num_pages=num_pages, page_size=page_size)
+    try:
+        return torch.zeros(count, dtype=spec.dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"kv_memory: cannot get {count * spec.dtype.itemsize} bytes: {error}") from error
 
 
 def _flatten(leases: Sequence[Lease]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from graphs.buckets import Bucket
 from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
-from worker.attention import ATTENTION_NAME, CudaPass, HostPass
+from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, HostPass, PagedPass
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import MergedLinear, merge_projections
 
@@ -46,7 +46,7 @@ class Model:
 
     def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
         self._model = model
-        self._compiled: Callable[[BatchInputs, KVPool], torch.Tensor] | None = None
+        self._compiled: Callable[..., torch.Tensor] | None = None
         self.kv_spec = kv_spec
         self.info = info
 
@@ -82,10 +82,11 @@ class Model:
         """Where the weights lie."""
         return self._model.device
 
-    def logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+    def logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Run a padded batch, writing its KV to `pool`; return the logits after each slot's last token, [S, V].
 
-        Rows of unused slots hold nothing of meaning. Must be called in inference mode.
+        `is_step` says that slot i has token i or none, and that those without come last: a decode step. Rows of
+        unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
         output = self._model(
@@ -93,12 +94,12 @@ class Model:
             position_ids=derived.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=derived.last_token,
-            paged=HostPass(inputs, pool) if pool.device.type == "cpu" else CudaPass(inputs, pool),
+            paged=_make_pass(inputs, pool, is_step=is_step),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def compiled_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+    def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Do the same as `logits` in code compiled for any number of token positions.
 
         The first call compiles, for a minute or so if the code is not in the cache.
@@ -108,13 +109,19 @@ class Model:
             from worker.compiled import compile_forward
 
             self._compiled = compile_forward(self.logits)
-        num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
+        num_tokens = inputs.token_ids.shape[0]
         if num_tokens > 1:
             torch._dynamo.mark_dynamic(inputs.token_ids, 0)
-            if num_tokens == num_slots:  # a ladder of decode steps, in which both change
+            if is_step:  # a ladder in which both change
                 for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
                     torch._dynamo.mark_dynamic(tensor, 0)
-        return self._compiled(inputs, pool)
+        return self._compiled(inputs, pool, is_step=is_step)
+
+
+def _make_pass(inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
+    if pool.device.type == "cpu":
+        return HostPass(inputs, pool)
+    return CudaStep(inputs, pool) if is_step else CudaPass(inputs, pool)
 
 
 def load_model(source: ModelSource) -> Model:

@@ -20,11 +20,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the static buffers and graphs of one ladder over one KV pool, and chooses each sequence's next token."""
+    """Owns the static buffers and graphs of one ladder over one KV pool, and chooses each sequence's next token.
 
-    def __init__(self, model: Model, pool: KVPool, ladder: Ladder, *, use_graphs: bool = True) -> None:
+    With `steps`, its batches are decode steps: one token for each sequence. A token id of ``-1 - row`` stands there
+    for the token that the batch before chose in this row, which the host need not know yet.
+    """
+
+    def __init__(
+        self, model: Model, pool: KVPool, ladder: Ladder, *, use_graphs: bool = True, steps: bool = False
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._steps = steps
         self.eager_reason = None if use_graphs or pool.device.type == "cpu" else "disabled"
         """Why passes run without graphs on a device that has them, or None."""
         self._graphs = self._make_graphs(ladder)
@@ -68,7 +75,10 @@ class ModelRunner:
         pool = self._pool
 
         def forward(inputs: BatchInputs) -> torch.Tensor:
-            return logits(inputs, pool)
+            if self._steps:
+                # In place, so that what chooses a token sees it too.
+                take_chosen(inputs.token_ids, self._graphs.output)
+            return logits(inputs, pool, is_step=self._steps)
 
         finishes = dict(CHOICES)
         if captured:
@@ -84,6 +94,17 @@ class ModelRunner:
             device=pool.device,
             use_graphs=captured,
         )
+
+
+def take_chosen(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Replace every ``-1 - row`` of `token_ids`, int32, by the token in this row of `chosen`, int64."""
+    if token_ids.device.type == "cuda":
+        from worker.triton_decode import launch_take_chosen  # Triton comes with CUDA only.
+
+        launch_take_chosen(token_ids, chosen)
+    else:
+        newest = chosen[(-1 - token_ids).clamp_(min=0)]
+        torch.where(token_ids < 0, newest.to(token_ids.dtype), token_ids, out=token_ids)
 
 
 def slot_input(

@@ -65,7 +65,9 @@ class PrefillEngine:
 
         Raises `ConfigError` if the pool does not fit this model.
         """
-        return self.attach_pool(handle.decode_worker, KVPool.open(self.model.kv_spec, handle))
+        return self.attach_pool(
+            handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
+        )
 
     def attach_pool(self, decode_worker: str, pool: KVPool) -> tuple[BucketReport, ...]:
         """Capture the graphs that write into a decode worker's pool; return what each bucket took."""

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+import worker.decode_kernels
 import worker.kernels  # noqa: F401  (registers the operators)
 
 _ATEN = torch.ops.aten
 _TO_DTYPE = torch.ops.prims.convert_element_type.default
 _END = 2**63 - 1
+_ATTENTIONS = (torch.ops.purefill.prefill_attention.default, torch.ops.purefill.decode_attention.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ def fuse_rotations(graph: Graph) -> int:
     return sum(
         _fuse(graph, node)
         for node in list(graph.nodes)
-        if node.target is torch.ops.higher_order.auto_functionalized_v2
-        and node.args[0] is torch.ops.purefill.prefill_attention.default
+        if node.target is torch.ops.higher_order.auto_functionalized_v2 and node.args[0] in _ATTENTIONS
     )
 
 

@@ -20,10 +20,16 @@ from worker.model import Model, ModelSource, load_model
 _LOG = logging.getLogger(__name__)
 CPU_PAGE_SIZE = 32
 """Tokens per KV page on the CPU: small pages waste little of a small memory."""
-CUDA_PAGE_SIZE = 256
-"""Tokens per KV page on a GPU: the size that torch's paged attention takes."""
+CUDA_PAGE_SIZE = 64
+"""Tokens per KV page on a GPU: what the decode kernel reads at once, so that a page is looked up once."""
 _MAX_CAPTURE_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_CUDA_CAPTURE_TOKENS = 512
+_CUDA_CONTEXT_BYTES = 1 << 30
+"""What a process takes of a GPU besides tensors: its context, kernels, cuBLAS' workspace, graphs' nodes."""
+_CUDA_SPARE_SHARE = 0.04
+"""Share of a GPU's memory that nobody plans with."""
+_LOGITS_COPIES = 8
+"""Tensors of the logits' size in float32 that choosing a token may need at once; sorting takes the most."""
 
 
 def load(config: WorkerConfig) -> Model:
@@ -35,7 +41,7 @@ def load(config: WorkerConfig) -> Model:
     torch.set_num_threads(config.num_threads)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
-    return load_model(
+    model = load_model(
         ModelSource(
             name=config.model_name,
             folder=Path(config.model_folder),
@@ -45,16 +51,23 @@ def load(config: WorkerConfig) -> Model:
             max_model_len=config.max_model_len,
         )
     )
+    if model.device.type == "cuda":
+        # What loading took and left is not this process's to keep: the workers share the GPU.
+        torch.cuda.empty_cache()
+    return model
 
 
 def choose_device(device: str) -> str:
-    """Return ``cpu`` or ``cuda`` for a configured device.
+    """Return ``cpu`` or ``cuda`` for a configured device; ``auto`` is what the machine has.
 
-    Raises `ConfigError` for CUDA: prefill runs there, but its pages cannot be handed to a decode worker yet.
+    Raises `ConfigError` for CUDA where torch finds none.
     """
-    if device == "cuda":
-        raise ConfigError("device cuda is not supported yet: this version serves from the CPU")
-    return "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        kind = "a torch without CUDA" if torch.version.cuda is None else "no GPU that torch can use"
+        raise ConfigError(f"device must be cpu, this machine has {kind}, got cuda")
+    return device
 
 
 def choose_ladder(model: Model, config: WorkerConfig) -> BucketLadder:
@@ -65,12 +78,20 @@ def choose_ladder(model: Model, config: WorkerConfig) -> BucketLadder:
     if max_tokens is None:
         device = model.device.type
         # One pass never holds more than a whole context in every slot.
-        max_tokens = min(_MAX_CAPTURE_TOKENS[device], max(config.capture_slots) * model.info.max_model_len)
+        max_tokens = _max_capture_tokens(model, config)
         if device == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
             while max_tokens > _LEAST_CUDA_CAPTURE_TOKENS and max_tokens * model.activation_bytes > free // 2:
                 max_tokens //= 2
     return BucketLadder(default_token_ladder(max_tokens), config.capture_slots)
+
+
+def _max_capture_tokens(model: Model, config: WorkerConfig) -> int:
+    """Return the tokens of the largest prefill bucket, if memory is no object."""
+    if config.capture_tokens is not None:
+        return max(config.capture_tokens)
+    whole_contexts = max(config.capture_slots) * model.info.max_model_len
+    return config.max_capture_tokens or min(_MAX_CAPTURE_TOKENS[model.device.type], whole_contexts)
 
 
 def log_buckets(name: str, reports: Sequence[BucketReport]) -> None:
@@ -86,21 +107,60 @@ def log_buckets(name: str, reports: Sequence[BucketReport]) -> None:
         )
 
 
+def page_size(model: Model) -> int:
+    """Return the tokens per KV page that suit the model's device."""
+    return CUDA_PAGE_SIZE if model.device.type == "cuda" else CPU_PAGE_SIZE
+
+
 def choose_num_pages(model: Model, config: WorkerConfig) -> int:
     """Return how many pages fit the configured KV memory, the scratch page included.
 
-    Without a setting: what `max_num_seqs` sequences of full length need, at most 1 GiB and at most a quarter of
-    the memory that is free. Raises `ConfigError` if not even one sequence of one page fits.
+    Without a setting: what `max_num_seqs` sequences of full length need, and at most, on a CPU, 1 GiB and a quarter
+    of the memory that is free; on a GPU, what the workers that share it leave. Raises `ConfigError` if not even one
+    sequence of one page fits.
     """
-    page_bytes = model.kv_spec.pool_bytes(1, CPU_PAGE_SIZE)
+    tokens = page_size(model)
+    page_bytes = model.kv_spec.pool_bytes(1, tokens)
     size_bytes = config.kv_memory_bytes
     if size_bytes is None:
-        wanted = page_bytes * (1 + config.max_num_seqs * -(-model.info.max_model_len // CPU_PAGE_SIZE))
-        size_bytes = min(wanted, 1 << 30, _available_memory() // 4)
+        wanted = page_bytes * (1 + config.max_num_seqs * -(-model.info.max_model_len // tokens))
+        if model.device.type == "cuda":
+            size_bytes = min(wanted, choose_cuda_kv_bytes(model, config))
+        else:
+            size_bytes = min(wanted, 1 << 30, _available_memory() // 4)
     num_pages = size_bytes // page_bytes
     if num_pages < 2:
         raise ConfigError(f"kv_memory must be >= {2 * page_bytes} bytes, two pages, got {size_bytes}")
     return num_pages
+
+
+def choose_cuda_kv_bytes(model: Model, config: WorkerConfig) -> int:
+    """Return the bytes of a GPU that a pool may take once this worker has loaded the model.
+
+    The weights of the workers that come later, what their passes and this one's need, and a little to spare are
+    left. Raises `ConfigError` if nothing would be.
+    """
+    free, total = torch.cuda.mem_get_info(model.device)
+    logits_bytes = 4 * _LOGITS_COPIES * model.info.vocab_size
+    decode_bytes = config.max_num_seqs * (logits_bytes + model.activation_bytes)
+    # A prefill worker plans with half of what it finds.
+    prefill_bytes = 2 * _max_capture_tokens(model, config) * model.activation_bytes
+    prefill_bytes = min(prefill_bytes, total // 8) + max(config.capture_slots) * logits_bytes
+    others = config.workers_per_device - config.pools_per_device
+    later_bytes = others * (model.weights_bytes + prefill_bytes + _CUDA_CONTEXT_BYTES)
+    own_bytes = config.pools_per_device * decode_bytes
+    left = free - later_bytes - own_bytes - int(_CUDA_SPARE_SHARE * total)
+    if config.pools_per_device > 1:
+        # The other pools' workers load at the same time: plan as if none of them had taken anything yet.
+        each = model.weights_bytes + decode_bytes + _CUDA_CONTEXT_BYTES
+        spare = int(_CUDA_SPARE_SHARE * total)
+        left = min(left, (total - later_bytes - spare) // config.pools_per_device - each)
+    if left <= 0:
+        raise ConfigError(
+            f"kv_memory: {free} of {total} bytes of the GPU are free, and {config.workers_per_device} workers "
+            f"on it need {free - left}: give a smaller model, or more GPUs"
+        )
+    return left
 
 
 def _available_memory() -> int:

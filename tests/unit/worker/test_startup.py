@@ -3,13 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
 from worker.model import Model
-from worker.startup import choose_device, choose_ladder
+from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder
 
 CONFIG = WorkerConfig(
     name="prefill-0",
@@ -51,7 +52,26 @@ def test_the_ladder_ends_where_all_slots_hold_a_whole_context(model: Model) -> N
     assert choose_ladder(model, replace(CONFIG, capture_slots=(64,))).max_tokens == 512
 
 
-def test_cuda_is_refused_until_its_pages_can_be_handed_over() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_is_refused_where_there_is_none() -> None:
     assert choose_device("auto") == choose_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="cuda"):
+    with pytest.raises(ConfigError, match="device must be cpu"):
         choose_device("cuda")
+
+
+def test_a_gpu_is_left_what_its_other_workers_need(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 100 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - model.weights_bytes, total))
+
+    def kv_bytes(**changes: int) -> int:
+        return choose_cuda_kv_bytes(model, replace(CONFIG, **changes))
+
+    alone = kv_bytes()
+    beside_prefill = kv_bytes(workers_per_device=2)
+    two_of_four = kv_bytes(workers_per_device=4, pools_per_device=2)
+    # A context is 1 GiB, and one prefill worker's passes and weights are next to nothing here.
+    assert 94 << 30 < alone < 96 << 30
+    assert (1 << 30) + model.weights_bytes < alone - beside_prefill < (1 << 30) + (64 << 20)
+    assert 45 << 30 < two_of_four < 46 << 30
+    with pytest.raises(ConfigError, match="more GPUs"):
+        kv_bytes(workers_per_device=120)

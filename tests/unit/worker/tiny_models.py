@@ -114,6 +114,7 @@ class Engines:
         capture_slots: Sequence[int] = (2, 4),
         num_pages: int = 160,
         use_graphs: bool = True,
+        looks_ahead: bool | None = None,
     ) -> None:
         ladder = BucketLadder(capture_tokens, capture_slots)
         self.prefill = PrefillEngine("prefill-0", model, ladder, use_graphs=use_graphs)
@@ -127,7 +128,9 @@ class Engines:
                 model.kv_spec, num_pages=num_pages, page_size=PAGE_SIZE, device=model.device
             )
             self.prefill.attach_pool("decode-0", self.pool)
-        self.decode = DecodeEngine(model, self.pool, max_num_seqs=4)
+        self.decode = DecodeEngine(
+            model, self.pool, max_num_seqs=4, use_graphs=use_graphs, looks_ahead=looks_ahead
+        )
         self.decode.prepare()
         self._free = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()
         self._epoch = 0
