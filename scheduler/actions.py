@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from scheduler.batching.former import FormedBatch
 from scheduler.messages import (
     DecodeStart,
+    HandoffResult,
     PageGrant,
     PrefillBatch,
     PrefillResult,
@@ -69,7 +70,7 @@ class ReleaseWorker:
 
 Action = SendPrefill | SendDecodeStarts | SendDecodeGrow | SendDecodeCancel | SendEvents | ReleaseWorker
 
-RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "drained"]
+RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "handoff_failed", "drained"]
 """Why a request waits again that was prefilling or decoding."""
 
 
@@ -84,6 +85,9 @@ class Observer(Protocol):
 
     def prefilled(self, result: PrefillResult) -> None:
         """A batch came back."""
+
+    def handed_off(self, handoff: HandoffResult) -> None:
+        """The pages of a batch have arrived at their decode worker, or not."""
 
     def first_token(self, waited_s: float) -> None:
         """A request has its first token, `waited_s` after its arrival."""

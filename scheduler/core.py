@@ -7,7 +7,7 @@ carry out the actions that it returns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.actions import Action, Observer, Outbox, ReleaseWorker, RequeueReason, SendPrefill
 from scheduler.admission import Admission, DrainRate
@@ -15,6 +15,7 @@ from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.decode_pools import DecodePool, DecodePools, num_start_pages
 from scheduler.errors import (
+    HandoffError,
     RequestCancelledError,
     StaleLeaseError,
     UnavailableError,
@@ -25,6 +26,7 @@ from scheduler.live import LiveRequest, RequestState
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
+    HandoffResult,
     PrefillBatch,
     PrefillItem,
     PrefillOutcome,
@@ -41,7 +43,7 @@ from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
 
 _MAX_LOSSES = 2
-"""A request that was at so many workers when they died may be what killed them: it fails."""
+"""A request fails that was lost so often, with its worker or on the way to it: it may be the cause."""
 _NO_WORKER = "no worker is left that can serve the request"
 
 
@@ -177,7 +179,31 @@ class SchedulerCore:
         self._observer.prefilled(result)
         batch = self._prefill.take_batch(result.worker, now, result.seconds)
         self._former.observe(_num_tokens(batch), result.seconds)
+        for outcome in result.outcomes:
+            entry = self._entries[outcome.request_id]
+            if outcome.token_id is not None:
+                if not entry.output_token_ids:
+                    self._observer.first_token(now - entry.arrival_time)
+                entry.output_token_ids.append(outcome.token_id)
+        if result.handoff_pending:
+            self._prefill.is_sending(batch, result)
+            return
+        if result.handoff is not None:
+            self._observer.handed_off(result.handoff)
         for item, outcome in zip(batch.items, result.outcomes, strict=True):
+            self._prefilled(item, outcome, now)
+
+    def handoff_done(self, handoff: HandoffResult, now: float) -> None:
+        """A prefill worker that had computed a batch knows what became of its pages."""
+        self._observer.handed_off(handoff)
+        batch, result = self._prefill.take_sent(handoff.worker, handoff.batch_id)
+        failures = {failure.request_id: failure for failure in handoff.failures}
+        for item, outcome in zip(batch.items, result.outcomes, strict=True):
+            failure = failures.get(outcome.request_id)
+            if failure is not None:
+                outcome = replace(
+                    outcome, error_label=failure.error_label, error_message=failure.error_message
+                )
             self._prefilled(item, outcome, now)
 
     def prefill_failed(self, worker: str, message: str, now: float) -> None:
@@ -208,11 +234,15 @@ class SchedulerCore:
     def worker_lost(self, name: str, now: float) -> None:
         """A worker died. The requests that it held wait again, with the tokens that they have."""
         if name in self._prefill:
-            batch = self._prefill.remove_lost(name)
+            batch, sending = self._prefill.remove_lost(name)
             for item in batch.items if batch is not None else ():
-                entry = self._entries[item.request.request_id]
-                self._release(entry)
-                self._lost(entry, name, now)
+                self._give_up(item, name, now)
+            for computed in sending:
+                for item, outcome in zip(computed.batch.items, computed.result.outcomes, strict=True):
+                    if outcome.finish_reason is not None:
+                        self._prefilled(item, outcome, now)
+                    else:
+                        self._give_up(item, name, now)
         elif name in self._pools:
             self._pools.remove(name)
             for entry in [e for e in self._entries.values() if e.lease and e.lease.decode_worker == name]:
@@ -295,19 +325,9 @@ class SchedulerCore:
     def _prefilled(self, item: PrefillItem, outcome: PrefillOutcome, now: float) -> None:
         """Go on with one request whose prefill is back: decode, wait again, or end."""
         entry = self._entries[outcome.request_id]
-        if outcome.token_id is None:
-            self._release(entry)
-            if entry.cancelled:
-                self._end(entry, "cancelled", now)
-            elif outcome.error_label == StaleLeaseError.label:
-                self._observer.refused("write")
-                self._requeue(entry, "stale_lease", now)
-            else:
-                self._fail(entry, outcome.error_label or "internal", outcome.error_message or "", now)
+        if outcome.error_label is not None and not entry.cancelled and outcome.finish_reason is None:
+            self._not_prefilled(entry, outcome.error_label, outcome.error_message or "", now)
             return
-        if not entry.output_token_ids:
-            self._observer.first_token(now - entry.arrival_time)
-        entry.output_token_ids.append(outcome.token_id)
         pool = self._pools.holding(item.lease, entry.ref)
         if entry.cancelled or outcome.finish_reason is not None:
             self._release(entry)
@@ -321,9 +341,27 @@ class SchedulerCore:
             entry.state = RequestState.DECODING
             pool.advance(entry.ref, entry.num_tokens)
             self._pools.changed(pool)
+            first_token_id = entry.output_token_ids[-1]
             self._outbox.starts[pool.name].append(
-                DecodeStart(request=entry.request, lease=item.lease, first_token_id=outcome.token_id)
+                DecodeStart(request=entry.request, lease=item.lease, first_token_id=first_token_id)
             )
+
+    def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:
+        """Compute a request again whose pages do not hold what they should; fail it if it cannot be computed."""
+        self._release(entry)
+        if label == StaleLeaseError.label:
+            self._observer.refused("write")
+            self._requeue(entry, "stale_lease", now)
+        elif label == HandoffError.label:
+            self._retry(entry, "handoff_failed", message, now)
+        else:
+            self._fail(entry, label, message, now)
+
+    def _give_up(self, item: PrefillItem, worker: str, now: float) -> None:
+        """Go on with a request whose prefill worker died."""
+        entry = self._entries[item.request.request_id]
+        self._release(entry)
+        self._lost(entry, worker, now)
 
     def _advance(self, entry: LiveRequest, pool: DecodePool, event: TokenEvent, now: float) -> None:
         """Take in what a decode worker says of a sequence that has its lease."""
@@ -383,14 +421,19 @@ class SchedulerCore:
 
     def _lost(self, entry: LiveRequest, worker: str, now: float) -> None:
         """Go on with a request whose worker died."""
-        entry.num_losses += 1
         if entry.cancelled:
             self._end(entry, "cancelled", now)
-        elif entry.num_losses >= _MAX_LOSSES:
-            message = f"{worker} died, the second worker that had the request"
-            self._fail(entry, WorkerFailedError.label, message, now)
         else:
-            self._requeue(entry, "worker_lost", now)
+            self._retry(entry, "worker_lost", f"{worker} died", now)
+
+    def _retry(self, entry: LiveRequest, reason: RequeueReason, message: str, now: float) -> None:
+        """Compute a request again that was lost on the way, unless it may itself be the cause."""
+        entry.num_losses += 1
+        if entry.num_losses >= _MAX_LOSSES:
+            again = f"{message}; so ended {entry.num_losses} attempts to compute the request"
+            self._fail(entry, WorkerFailedError.label, again, now)
+        else:
+            self._requeue(entry, reason, now)
 
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler.batching.policies import Workers
-from scheduler.messages import PrefillBatch
+from scheduler.messages import PrefillBatch, PrefillResult
 from scheduler.placement import PrefillPlacement
+
+
+class ComputedBatch(NamedTuple):
+    """A batch whose pages are on their way to their decode worker."""
+
+    batch: PrefillBatch
+    result: PrefillResult
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,11 +22,12 @@ class _Worker:
     batch: PrefillBatch | None = None
     expected_s: float = 0.0
     """What its batch takes by the cost model."""
+    sending: dict[int, ComputedBatch] = field(default_factory=dict)
     is_draining: bool = False
 
 
 class PrefillWorkers:
-    """Owns the batch that each prefill worker has in flight, at most one."""
+    """Owns the batch that each prefill worker computes, at most one, and those whose pages it still sends."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
@@ -63,6 +72,14 @@ class PrefillWorkers:
             self._placement.finished(name, worker.expected_s, seconds, now)
         return batch
 
+    def is_sending(self, batch: PrefillBatch, result: PrefillResult) -> None:
+        """A worker has computed a batch, which was taken from it, but still sends its pages."""
+        self._workers[result.worker].sending[batch.batch_id] = ComputedBatch(batch, result)
+
+    def take_sent(self, name: str, batch_id: int) -> ComputedBatch:
+        """A worker sends the pages of a batch no more."""
+        return self._workers[name].sending.pop(batch_id)
+
     def drain(self, name: str) -> None:
         """Give a worker no further batch."""
         if not self._workers[name].is_draining:
@@ -72,15 +89,17 @@ class PrefillWorkers:
     def remove_drained(self) -> list[str]:
         """Forget those that drain and have nothing in flight; return their names."""
         names = [
-            name for name, worker in self._workers.items() if worker.is_draining and worker.batch is None
+            name
+            for name, worker in self._workers.items()
+            if worker.is_draining and worker.batch is None and not worker.sending
         ]
         for name in names:
             del self._workers[name]
         return names
 
-    def remove_lost(self, name: str) -> PrefillBatch | None:
-        """Forget a worker that died; return what it had in flight."""
+    def remove_lost(self, name: str) -> tuple[PrefillBatch | None, list[ComputedBatch]]:
+        """Forget a worker that died; return the batch that it computed, and those whose pages it sent."""
         worker = self._workers.pop(name)
         if not worker.is_draining:
             self._placement.remove(name)
-        return worker.batch
+        return worker.batch, list(worker.sending.values())

@@ -31,6 +31,8 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     FinishReason,
+    HandoffFailure,
+    HandoffResult,
     ModelInfo,
     PageGrant,
     PoolHandle,
@@ -118,6 +120,7 @@ class Ends:
     def rejected(self, label: str) -> None: ...
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None: ...
     def prefilled(self, result: PrefillResult) -> None: ...
+    def handed_off(self, handoff: HandoffResult) -> None: ...
     def first_token(self, waited_s: float) -> None: ...
     def stepped(self, report: StepReport) -> None: ...
 
@@ -225,6 +228,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.leases: dict[SequenceRef, tuple[str, list[int]]] = {}
         self.page_epochs: dict[tuple[str, int], int] = {}
         self.batches: dict[str, PrefillBatch | None] = {}
+        self.sending: list[tuple[PrefillResult, PrefillBatch]] = []  # computed, their pages on the way
         self.decode: dict[str, ScriptedDecode] = {}
         self.draining: set[str] = set()
         self.num_made = 0
@@ -279,6 +283,7 @@ class CoreMachine(RuleBasedStateMachine):
             case ReleaseWorker(worker=worker):
                 assert worker in self.draining
                 assert self.batches.pop(worker, None) is None, "released with a batch"
+                assert all(result.worker != worker for result, _ in self.sending), "released while it sends"
                 assert all(name != worker for name, _ in self.leases.values()), "released with leases"
                 self.decode.pop(worker, None)
 
@@ -330,6 +335,7 @@ class CoreMachine(RuleBasedStateMachine):
     def in_limbo(self) -> set[str]:
         """Return what is being prefilled into the pages of a decode worker that died."""
         batches = [batch for batch in self.batches.values() if batch is not None]
+        batches += [batch for _, batch in self.sending]
         refs = {
             SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
             for batch in batches
@@ -388,8 +394,13 @@ class CoreMachine(RuleBasedStateMachine):
         self.pump()
 
     @precondition(lambda self: any(self.batches.values()))
-    @rule(which=st.integers(0, 1), finishing=st.integers(0, 15), failing=st.integers(0, 63))
-    def prefill_comes_back(self, which: int, finishing: int, failing: int) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        finishing=st.integers(0, 15),
+        failing=st.integers(0, 63),
+        pending=st.booleans(),
+    )
+    def prefill_comes_back(self, which: int, finishing: int, failing: int, pending: bool) -> None:
         """Bits of `finishing` and, where both high bits are set, of `failing` say which items end here."""
         worker = self.busy(which)
         batch = self.batches[worker]
@@ -417,8 +428,35 @@ class CoreMachine(RuleBasedStateMachine):
             padding_tokens=0,
             replays={},
             seconds=0.01,
+            handoff_pending=pending,
         )
+        if pending:
+            self.sending.append((result, batch))
         self.core.prefill_done(result, self.now)
+        self.pump(None if pending else batch)
+
+    @precondition(lambda self: self.sending)
+    @rule(which=st.integers(0, 3), failing=st.integers(0, 63))
+    def a_handoff_is_done(self, which: int, failing: int) -> None:
+        result, batch = self.sending.pop(which % len(self.sending))
+        failures = tuple(
+            HandoffFailure(
+                request_id=item.request.request_id,
+                error_label="stale_lease" if failing >> 3 & 1 else "handoff_failed",
+                error_message="no",
+            )
+            for place, item in enumerate(batch.items)
+            if failing >= 48 and failing >> place & 1
+        )
+        handoff = HandoffResult(
+            batch_id=batch.batch_id,
+            worker=result.worker,
+            transport="gloo",
+            failures=failures,
+            num_bytes=1,
+            seconds=0.0,
+        )
+        self.core.handoff_done(handoff, self.now)
         self.pump(batch)
 
     @precondition(lambda self: any(self.batches.values()))
@@ -470,7 +508,8 @@ class CoreMachine(RuleBasedStateMachine):
         if luck:
             return
         worker = list(self.batches)[which % len(self.batches)]
-        self.drop_batch(worker)
+        self.drop_batch(worker, *(batch for result, batch in self.sending if result.worker == worker))
+        self.sending = [sent for sent in self.sending if sent[0].worker != worker]
         del self.batches[worker]
         self.core.worker_lost(worker, self.now)
         self.pump()
@@ -527,11 +566,11 @@ class CoreMachine(RuleBasedStateMachine):
         workers = [worker for worker, batch in self.batches.items() if batch is not None]
         return workers[which % len(workers)]
 
-    def drop_batch(self, worker: str) -> None:
-        batch = self.batches[worker]
-        for item in batch.items if batch is not None else ():
-            ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
-            self.leases.pop(ref, None)
+    def drop_batch(self, worker: str, *more: PrefillBatch) -> None:
+        for batch in (self.batches[worker], *more):
+            for item in batch.items if batch is not None else ():
+                ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
+                self.leases.pop(ref, None)
         self.batches[worker] = None
 
     # What must hold.
@@ -570,7 +609,9 @@ class CoreMachine(RuleBasedStateMachine):
                 self.a_decode_worker_joins(0)
             self.time_goes_on(1.0)
             if any(self.batches.values()):
-                self.prefill_comes_back(0, 0, 0)
+                self.prefill_comes_back(0, 0, 0, False)
+            if self.sending:
+                self.a_handoff_is_done(0, 0)
             for decode in self.decode.values():
                 while decode.calls:
                     decode.take_call(0)
