@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-BLOCK_KEYS = 64
-"""Keys that a program of the decode kernel reads at once."""
-
 
 @torch.library.custom_op("purefill::decode_plan", mutates_args=())
 def decode_plan(query_starts: torch.Tensor, num_cached: torch.Tensor, window: int) -> torch.Tensor:

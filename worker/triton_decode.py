@@ -17,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.decode_kernels import BLOCK_KEYS
-
 _PLAN_CHUNK = 1024
 _PARTS_AT_ONCE = 16
 
@@ -27,15 +25,19 @@ _PARTS_AT_ONCE = 16
 class Tiling:
     """How the decode kernel is laid out on the GPU."""
 
+    block_keys: int
+    """Keys that a program reads at once."""
     programs_per_sm: int
     num_warps: int
     num_stages: int
 
 
-TILING = Tiling(programs_per_sm=2, num_warps=4, num_stages=3)
+TILING = Tiling(block_keys=64, programs_per_sm=2, num_warps=4, num_stages=3)
 
 
-def launch_plan(query_starts: torch.Tensor, num_cached: torch.Tensor, window: int) -> torch.Tensor:
+def launch_plan(
+    query_starts: torch.Tensor, num_cached: torch.Tensor, window: int, tiling: Tiling = TILING
+) -> torch.Tensor:
     """Do as `worker.decode_kernels.decode_plan` says."""
     starts = torch.empty_like(query_starts)
     _plan_kernel[(1,)](
@@ -44,7 +46,7 @@ def launch_plan(query_starts: torch.Tensor, num_cached: torch.Tensor, window: in
         starts,
         num_cached.shape[0],
         WINDOW=window,
-        BLOCK_KEYS=BLOCK_KEYS,
+        BLOCK_KEYS=tiling.block_keys,
         CHUNK=min(triton.next_power_of_2(num_cached.shape[0]), _PLAN_CHUNK),
     )
     return starts
@@ -129,7 +131,7 @@ def launch_decode(
         WINDOW=window,
         HAS_SOFTCAP=softcap > 0,
         PADDED_SLOTS=triton.next_power_of_2(num_slots),
-        BLOCK_KEYS=BLOCK_KEYS,
+        BLOCK_KEYS=tiling.block_keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages if head_dim <= 128 else 2,
     )
