@@ -22,9 +22,11 @@ from scheduler.messages import Lease
 
 distributed: Any = torch.distributed  # of what is used here, torch's types know hardly anything
 PREFILL_RANK, DECODE_RANK = 0, 1
-_CONNECT_TIMEOUT = timedelta(seconds=20)
-_SEND_TIMEOUT = timedelta(seconds=30)
-"""A peer that takes nothing for so long counts as dead."""
+_CONNECT_TIMEOUT = timedelta(seconds=3)
+"""An endpoint that is there answers at once; torch would go on trying where there is none."""
+_MEET_TIMEOUT = timedelta(seconds=20)
+_TIMEOUT = timedelta(seconds=30)
+"""A peer that is silent for so long, in the middle of a writing, counts as dead."""
 _NEVER = timedelta(days=365)
 _MESSAGE_BYTES = 32 << 20
 """Content is sent in messages of about this size: large enough that their number costs nothing."""
@@ -90,15 +92,12 @@ class Channel:
             store = distributed.PrefixStore(f"peer {number}", _open_store(endpoint))
             options = distributed.ProcessGroupGloo._Options()
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_host)]
-            options._timeout = _CONNECT_TIMEOUT
+            options._timeout = _MEET_TIMEOUT
             self._control = distributed.ProcessGroupGloo(store, rank, 2, options)
-            # The decode side waits for the next writing for as long as it takes.
-            timeout = _SEND_TIMEOUT if rank == PREFILL_RANK else _NEVER
-            self._control._set_default_timeout(timeout)
             self._data = self._control
             if device.type == "cuda":
                 nccl = distributed.ProcessGroupNCCL.Options()
-                nccl._timeout = _SEND_TIMEOUT
+                nccl._timeout = _TIMEOUT
                 data_store = distributed.PrefixStore("data", store)
                 self._data = distributed.ProcessGroupNCCL(data_store, rank, 2, nccl)
         except RuntimeError as error:
@@ -106,35 +105,28 @@ class Channel:
 
     def send(self, *numbers: int) -> None:
         """Send a few numbers."""
-        self._wait(self._control.send([torch.tensor(numbers, dtype=torch.int64)], self._peer, 0))
+        self.send_numbers(torch.tensor(numbers, dtype=torch.int64))
 
     def send_numbers(self, numbers: torch.Tensor) -> None:
         """Send numbers of int64 of which the other side knows how many they are."""
-        self._wait(self._control.send([numbers], self._peer, 0))
+        _finish(self._control.send, numbers, self._peer)
 
-    def receive(self, count: int) -> list[int]:
-        """Wait for `count` numbers."""
+    def receive(self, count: int, *, is_first: bool = False) -> list[int]:
+        """Wait for `count` numbers: the first of a writing for as long as it takes."""
         numbers = torch.empty(count, dtype=torch.int64)
-        self._wait(self._control.recv([numbers], self._peer, 0))
+        _finish(self._control.recv, numbers, self._peer, _NEVER if is_first else _TIMEOUT)
         values: list[int] = numbers.tolist()
         return values
 
     def send_content(self, content: torch.Tensor) -> None:
         """Send the content of pages."""
-        self._wait(self._data.send([content.view(torch.uint8)], self._peer, 0))
+        _finish(self._data.send, content.view(torch.uint8), self._peer)
 
     def receive_content(self, num_bytes: int) -> torch.Tensor:
         """Wait for the content of pages; return it as bytes on this side's device."""
         content = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._wait(self._data.recv([content], self._peer, 0))
+        _finish(self._data.recv, content, self._peer)
         return content
-
-    @staticmethod
-    def _wait(work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise HandoffError(f"the connection is broken: {_first_line(error)}") from error
 
 
 class Endpoint:
@@ -160,18 +152,30 @@ class Endpoint:
 
 def join(endpoint: str, device: torch.device) -> Channel:
     """Connect to a decode worker. Raises `HandoffError` if it cannot be reached."""
+    host, _, port = endpoint.rpartition(":")
     try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
         store = _open_store(endpoint)
         number = store.add(_COUNT_KEY, 1)
         store.set(f"peer {number} comes", "")
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise HandoffError(f"no connection to {endpoint}: {_first_line(error)}") from error
     return Channel(endpoint, number=number, rank=PREFILL_RANK, device=device)
 
 
+def _finish(transfer: Any, tensor: torch.Tensor, peer: int, timeout: timedelta = _TIMEOUT) -> None:
+    """Send or receive a tensor, and wait for it. Raises `HandoffError` if the connection is broken."""
+    try:
+        transfer([tensor], peer, 0).wait(timeout)
+    except RuntimeError as error:
+        raise HandoffError(f"the connection is broken: {_first_line(error)}") from error
+
+
 def _open_store(endpoint: str) -> Any:
     host, _, port = endpoint.rpartition(":")
-    return distributed.TCPStore(host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT)
+    store = distributed.TCPStore(host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT)
+    store.set_timeout(_MEET_TIMEOUT)
+    return store
 
 
 def _own_host(endpoint: str) -> str:
@@ -183,5 +187,5 @@ def _own_host(endpoint: str) -> str:
         return address
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]

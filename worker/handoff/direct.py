@@ -21,9 +21,12 @@ class DirectHandoff:
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
         """Claim the pages."""
-        del num_tokens  # A lease has the pages for them.
         refused = self.pool.claim(leases)
-        page_ids = [() if i in refused else lease.page_ids for i, lease in enumerate(leases)]
+        counts = [-(-count // self.pool.page_size) for count in num_tokens]
+        page_ids = [
+            () if i in refused else lease.page_ids[:count]
+            for i, (lease, count) in enumerate(zip(leases, counts, strict=True))
+        ]
         return Writing(leases=leases, page_ids=page_ids, refused=refused)
 
     def finish(self, writing: Writing) -> Future[Arrival]:
@@ -31,11 +34,12 @@ class DirectHandoff:
         started = time.perf_counter()
         places = [i for i in range(len(writing.leases)) if i not in writing.refused]
         late = self.pool.check([writing.leases[i] for i in places])
-        num_pages = sum(len(writing.page_ids[i]) for i in places)
+        errors = {places[i]: error for i, error in late.items()}
+        num_pages = sum(len(ids) for i, ids in enumerate(writing.page_ids) if i not in errors)
         arrived: Future[Arrival] = Future()
         arrived.set_result(
             Arrival(
-                errors={places[i]: error for i, error in late.items()},
+                errors=errors,
                 num_bytes=num_pages * self.pool.page_bytes,
                 seconds=time.perf_counter() - started,
             )

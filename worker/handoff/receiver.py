@@ -46,7 +46,7 @@ class Receiver:
             _LOG.info("%s: prefill peer %d is gone: %s", self._name, number, error)
 
     def _take_writing(self, channel: Channel) -> None:
-        num_leases, num_numbers = channel.receive(2)
+        num_leases, num_numbers = channel.receive(2, is_first=True)
         manifest = Manifest.decode(channel.receive(num_numbers), num_leases, self._name)
         refused = set(self._pool.claim(manifest.leases))
         pages, epochs = manifest.targets()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from scheduler.messages import Lease
 from worker.handoff.base import Arrival, Writing
 from worker.handoff.channel import Channel, Manifest, join, message_pages
 from worker.kv_pool import KVPool
+
+_LOG = logging.getLogger(__name__)
 
 
 class Staging:
@@ -73,14 +76,12 @@ class SendHandoff:
 
     def _hand_over(self, writing: Writing) -> Arrival:
         started = time.perf_counter()
-        errors: dict[int, StaleLeaseError | HandoffError] = {}
         pages = [page for page_ids in writing.page_ids for page in page_ids]
+        errors: dict[int, StaleLeaseError | HandoffError] = {}
         try:
             if writing.leases:
-                errors.update(self._send(writing, pages))
+                errors.update(self._send_somehow(writing, pages))
         except HandoffError as error:
-            # The next writing makes a new connection: half a message may be under way on this one.
-            self._channel = None
             errors.update(dict.fromkeys(range(len(writing.leases)), error))
         finally:
             self._staging.give_back(pages)
@@ -91,11 +92,27 @@ class SendHandoff:
             seconds=time.perf_counter() - started,
         )
 
-    def _send(self, writing: Writing, pages: Sequence[int]) -> dict[int, StaleLeaseError]:
-        """Send the pages, and return the leases that were refused."""
-        if self._channel is None:
-            self._channel = join(self._endpoint, self.pool.device)
-        channel = self._channel
+    def _send_somehow(self, writing: Writing, pages: Sequence[int]) -> dict[int, StaleLeaseError]:
+        """Send the pages, and return the leases that were refused.
+
+        A connection that was used before may have broken since: all is sent again over a new one then. What arrives
+        twice is the same.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            try:
+                refused = self._send(channel, writing, pages)
+            except HandoffError as error:
+                _LOG.info("%s: %s; connecting again", self._endpoint, error)
+            else:
+                self._channel = channel
+                return refused
+        channel = join(self._endpoint, self.pool.device)
+        refused = self._send(channel, writing, pages)
+        self._channel = channel
+        return refused
+
+    def _send(self, channel: Channel, writing: Writing, pages: Sequence[int]) -> dict[int, StaleLeaseError]:
         manifest = Manifest(leases=writing.leases, num_written=[len(ids) for ids in writing.page_ids])
         numbers = manifest.encode()
         channel.send(len(writing.leases), len(numbers))
