@@ -10,6 +10,7 @@ The rate is that of the keys and values read; the copy rate counts bytes read an
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from decode_step import copy_rate
 
 from worker.triton_decode import TILING, Tiling, launch_decode, launch_plan
 
@@ -119,14 +121,15 @@ def torch_varlen(problem: Problem) -> Callable[[], torch.Tensor]:
     lengths = (problem.lengths + 1).int()
     key_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     max_keys = problem.table.shape[1] * problem.page_size
-    out: torch.Tensor = varlen_attn(
-        problem.query, keys, values, problem.starts, key_starts, 1, max_keys,
-        window_size=(-1, -1), enable_gqa=True, seqused_k=lengths, block_table=problem.table,
-    )  # fmt: skip
-    assert out.shape == problem.query.shape
+    arguments: dict[str, object] = {
+        "window_size": (-1, -1),
+        "seqused_k": lengths,
+        "block_table": problem.table,
+    }
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        arguments["enable_gqa"] = True
     return lambda: varlen_attn(
-        problem.query, keys, values, problem.starts, key_starts, 1, max_keys,
-        window_size=(-1, -1), enable_gqa=True, seqused_k=lengths, block_table=problem.table,
+        problem.query, keys, values, problem.starts, key_starts, 1, max_keys, **arguments
     )  # fmt: skip
 
 
@@ -176,13 +179,6 @@ def graph_us(function: Callable[[], object]) -> float:
     return statistics.median(times[3:]) * 1e3
 
 
-def copy_rate() -> float:
-    """Return the bytes per second of a large copy on the device, read and written."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (graph_us(lambda: target.copy_(source)) * 1e-6)
-
-
 def measure(
     name: str,
     make: Callable[[], Callable[[], torch.Tensor]],
@@ -210,8 +206,9 @@ def all_tilings() -> Iterator[Tiling]:
     for block_keys, programs, warps, stages in itertools.product(
         (32, 64, 128), (1, 2, 3, 4), (2, 4, 8), (2, 3, 4, 5)
     ):
-        # Shared memory of one SM: 228 KB, of which keys and values of head dimension 128 take 512 bytes each.
-        if programs * stages * block_keys * 512 <= 200_000 and programs * stages * block_keys >= 192:
+        # Keys and values of head dimension 128 take half a KiB a key, and an SM has 228 KiB of shared memory.
+        shared_kib = programs * stages * block_keys / 2
+        if 128 <= shared_kib <= 220 and 16 <= block_keys // warps <= 32:
             yield Tiling(block_keys=block_keys, programs_per_sm=programs, num_warps=warps, num_stages=stages)
 
 
@@ -235,7 +232,7 @@ def main() -> int:
     parser.add_argument("--tilings", action="store_true", help="time all tilings of our kernel instead")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
-    rate = copy_rate()
+    rate = copy_rate(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
     rows: list[dict[str, object]] = []
     for shape, size, page_size in itertools.product(args.shapes, args.sizes, args.page_sizes):

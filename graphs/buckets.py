@@ -52,8 +52,11 @@ class StepLadder:
     """Buckets for decode steps, in which every sequence computes one token: n tokens in n slots."""
 
     def __init__(self, max_sequences: int) -> None:
-        """Make buckets of 1, 2, 4, 8, 12, 16, 24, ... sequences up to exactly `max_sequences`, >= 1."""
-        small = [n for n in (1, 2, 4) if n < max_sequences]
+        """Make buckets of 2, 4, 8, 12, 16, 24, ... sequences up to exactly `max_sequences`, >= 1.
+
+        One sequence takes as long as two, and code compiled for any number would have to be compiled again for one.
+        """
+        small = [n for n in (2, 4) if n < max_sequences]
         self._sizes = (*small, *default_token_ladder(max_sequences, smallest=8))
 
     @property

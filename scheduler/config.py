@@ -146,6 +146,12 @@ class ServeConfig(BaseModel):
         "auto",
         description="how KV pages reach decode workers; auto: shared memory on one host, messages between hosts",
     )
+    decode_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.95,
+        description="share of the time in which prefill pauses while sequences decode on the same device",
+    )
     journal: str = Field(
         "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
     )

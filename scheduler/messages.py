@@ -348,6 +348,8 @@ class WorkerConfig:
     takes_remote_pages: Literal["no", "loopback", "node"] = "no"
     """Where a decode worker listens for prefill workers that send pages: nowhere, at 127.0.0.1, at its node's
     address."""
+    decode_share: float = 0.0
+    """Share of the time that a prefill worker leaves to decode on the same device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,6 +232,8 @@ def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate
         handoff_transport=config.handoff_transport,
         # A cluster may get further hosts at any time.
         takes_remote_pages="node" if config.ray_address else "loopback" if sends_pages else "no",
+        # With a GPU each, prefill is in nobody's way.
+        decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
     )
     return WorkerTemplate(config=worker, num_gpus=0.0 if gpus is None else gpus.gpus_per_worker)
 

@@ -12,13 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
 from graphs.programs import Ticket
+from scheduler.errors import InvalidRequestError
 from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.model_runner import ModelRunner, slot_input
+from worker.model_runner import ModelRunner
+from worker.outputs import OutputState, needs_host_tokens, slot_input
+from worker.sampling.logprobs import read_logprobs
 from worker.sequences import finish_reason
 
 _MAX_EARLY = 4096
@@ -36,6 +42,7 @@ class _Sequence:
     num_cached: int
     newest_token: int
     num_outputs: int
+    state: OutputState | None = None
     row: int = -1
     """Where it stands in the step under way that computes its next token; -1: in none."""
     ended: bool = False
@@ -83,6 +90,7 @@ class DecodeEngine:
         self._grants_early: dict[tuple[SequenceRef, int], PageGrant] = {}
         """By sequence, and how many pages it has then."""
         self._released: list[SequenceRef] = []
+        self._failed: list[tuple[str, TokenEvent]] = []
 
     def prepare(self) -> None:
         """Capture every bucket."""
@@ -91,7 +99,7 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to report."""
-        if self._released or self._under_way is not None:
+        if self._released or self._failed or self._under_way is not None:
             return True
         return any(self._can_step(sequence) for sequence in self._running.values())
 
@@ -114,11 +122,28 @@ class DecodeEngine:
         if sequence.ref in self._cancelled_early:
             del self._cancelled_early[sequence.ref]
             self._released.append(sequence.ref)
-        elif self._pool.check([start.lease]):
+            return
+        if self._pool.check([start.lease]):
             self._released.append(sequence.ref)
-        else:
-            self._running[sequence.ref] = sequence
-            self._take_grants(sequence)
+            return
+        try:
+            sequence.state = self._runner.track(request)
+        except InvalidRequestError as error:
+            event = TokenEvent(
+                request_id=request.request_id,
+                index=sequence.num_outputs,
+                epoch=start.lease.epoch,
+                error_label=error.label,
+                error_message=str(error),
+            )
+            self._failed.append((request.api_server, event))
+            self._released.append(sequence.ref)
+            return
+        if sequence.state is not None:
+            sequence.state.accept(start.first_token_id)
+        self._running[sequence.ref] = sequence
+        self._pool.num_running = len(self._running)
+        self._take_grants(sequence)
 
     def grow(self, grant: PageGrant) -> None:
         """Give a sequence more pages."""
@@ -161,8 +186,8 @@ class DecodeEngine:
     def step(self) -> StepOutcome:
         """Make one token for each sequence that has room for it, up to `max_num_seqs` of them, oldest first."""
         started = time.perf_counter()
-        outcome = StepOutcome(seconds=0.0, released=self._released)
-        self._released = []
+        outcome = StepOutcome(seconds=0.0, events=self._failed, released=self._released)
+        self._failed, self._released = [], []
         step = self._under_way or self._launch()
         self._under_way = None
         if step is not None:
@@ -173,26 +198,27 @@ class DecodeEngine:
             if self._looks_ahead:
                 self._under_way = self._launch()
             self._take(step, outcome)
+        self._pool.num_running = len(self._running)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
     def _launch(self) -> _Step | None:
-        """Start a step of all that can take part, or return None if nobody can."""
+        """Start a step of all that can take part, or return None if nobody can, or one must be waited for."""
         sequences = [sequence for sequence in self._running.values() if self._can_step(sequence)]
         sequences = sequences[: self._max_num_seqs]
-        if not sequences:
+        if not sequences or any(s.row >= 0 and needs_host_tokens(s.request.sampling) for s in sequences):
             return None
         return _Step(sequences, self._runner.submit([_slot(sequence) for sequence in sequences]))
 
     def _take(self, step: _Step, outcome: StepOutcome) -> None:
         """Wait for a step, and take its tokens."""
-        next_rows = (
-            {} if self._under_way is None else {id(s): i for i, s in enumerate(self._under_way.sequences)}
-        )
-        for sequence, token in zip(step.sequences, step.ticket.result(), strict=True):
+        following = () if self._under_way is None else self._under_way.sequences
+        next_rows = {id(sequence): row for row, sequence in enumerate(following)}
+        tokens, report = step.ticket.result(), step.ticket.report()
+        for row, (sequence, token) in enumerate(zip(step.sequences, tokens, strict=True)):
             sequence.row = next_rows.get(id(sequence), -1)
             if not sequence.ended:
-                self._advance(sequence, token, outcome)
+                self._advance(sequence, token, report[row] if len(report) else None, outcome)
             if sequence.ended and sequence.row < 0:
                 outcome.released.append(sequence.ref)
 
@@ -205,7 +231,9 @@ class DecodeEngine:
         """Whether there is a place for the KV of its newest token, which may still be under way."""
         return sequence.num_cached + (sequence.row >= 0) < len(sequence.page_ids) * self._pool.page_size
 
-    def _advance(self, sequence: _Sequence, token: int, outcome: StepOutcome) -> None:
+    def _advance(
+        self, sequence: _Sequence, token: int, report: NDArray[np.int32] | None, outcome: StepOutcome
+    ) -> None:
         request, index = sequence.request, sequence.num_outputs
         reason = finish_reason(request, index, token)
         event = TokenEvent(
@@ -214,7 +242,10 @@ class DecodeEngine:
             epoch=sequence.lease.epoch,
             token_id=token,
             finish_reason=reason,
+            logprobs=read_logprobs(request.sampling, report, token),
         )
+        if sequence.state is not None:
+            sequence.state.accept(token)
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1
@@ -241,4 +272,5 @@ def _slot(sequence: _Sequence) -> SlotInput:
         num_cached=sequence.num_cached + is_ahead,
         page_ids=sequence.page_ids,
         output_index=sequence.num_outputs + is_ahead,
+        state=sequence.state,
     )

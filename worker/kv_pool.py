@@ -26,6 +26,7 @@ from scheduler.messages import Lease, PoolHandle
 from worker import cuda_ipc
 
 _CPU = torch.device("cpu")
+_SCRATCH_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,16 @@ class KVPool:
     def page_bytes(self) -> int:
         """Bytes of one page, keys and values of all layers together."""
         return self.memory.numel() // self.num_pages * self.memory.itemsize
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences decode in these pages, as the owner last said; for all who have the pool open."""
+        return int(self._epochs[_SCRATCH_PAGE])
+
+    @num_running.setter
+    def num_running(self, count: int) -> None:
+        # Nobody leases the scratch page, so its epoch is free for this.
+        self._epochs[_SCRATCH_PAGE] = count
 
     @classmethod
     def on_device(cls, spec: KVSpec, *, num_pages: int, page_size: int, device: torch.device) -> KVPool:

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
-from graphs.programs import Ticket
 from graphs.runner import BucketReport
-from scheduler.errors import ConfigError, HandoffError, StaleLeaseError
+from scheduler.errors import ConfigError, HandoffError, InvalidRequestError, PurefillError
 from scheduler.messages import (
-    HandoffFailure,
     HandoffResult,
     PoolHandle,
     PrefillBatch,
     PrefillItem,
-    PrefillOutcome,
     PrefillResult,
     Request,
 )
-from worker.handoff.base import Arrival, Handoff, Writing
+from worker.handoff.base import Handoff
 from worker.handoff.choose import choose_transport
 from worker.handoff.direct import DirectHandoff
 from worker.handoff.sender import SendHandoff, Staging
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.model_runner import ModelRunner, slot_input
+from worker.model_runner import ModelRunner
+from worker.outputs import OutputState, slot_input
 from worker.prefill_plan import Segment, merge_handoffs, merge_results, plan_passes, split_batch
-from worker.sequences import finish_reason
+from worker.prefill_submitted import Arriving, SubmittedPrefill
 
 
 class PrefillEngine:
@@ -57,7 +52,7 @@ class PrefillEngine:
         self._staging: Staging | None = None
         self._handoffs: dict[str, Handoff] = {}
         self._runners: dict[str, ModelRunner] = {}
-        self._arrivals: dict[int, list[_Arriving]] = {}
+        self._arrivals: dict[int, list[Arriving]] = {}
         """Of batches that are computed: what is still on its way."""
 
     def attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
@@ -124,6 +119,11 @@ class PrefillEngine:
         )
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether any sequence decodes in the pools that this worker writes into."""
+        return any(handoff.pool.num_running for handoff in self._handoffs.values())
+
+    @property
     def uses_graphs(self) -> bool:
         """Whether batches are replays of captured CUDA graphs."""
         on_gpu = self.model.device.type == "cuda"
@@ -159,9 +159,24 @@ class PrefillEngine:
         tokens = [_tokens(item.request) for item in batch.items]
         lengths = [len(ids) for ids in tokens]
         writing = handoff.begin([item.lease for item in batch.items], lengths)
+        refused: dict[int, PurefillError] = dict(writing.refused)
+        states: list[OutputState | None] = [None] * len(batch.items)
+        for i, item in enumerate(batch.items):
+            try:
+                states[i] = None if i in refused else runner.track(item.request)
+            except InvalidRequestError as error:
+                refused[i] = error
+        # First, because the passes of the batch write the same KV again: what stays does not depend on this.
+        prompt_reports = {
+            item.request.request_id: runner.report_prompt(item.request.prompt_token_ids, writing.page_ids[i])
+            for i, item in enumerate(batch.items)
+            if i not in refused
+            and item.request.sampling.prompt_logprobs
+            and not item.request.output_token_ids
+        }
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
-            [0 if i in writing.refused else length for i, length in enumerate(lengths)],
+            [0 if i in refused else length for i, length in enumerate(lengths)],
             max_tokens=largest.num_tokens,
             max_slots=largest.num_slots,
         )
@@ -170,7 +185,9 @@ class PrefillEngine:
                 segments,
                 runner.submit(
                     [
-                        _slot(batch.items[s.item], tokens[s.item], s, writing.page_ids[s.item])
+                        _slot(
+                            batch.items[s.item], tokens[s.item], s, states[s.item], writing.page_ids[s.item]
+                        )
                         for s in segments
                     ]
                 ),
@@ -180,100 +197,14 @@ class PrefillEngine:
         return SubmittedPrefill(
             worker=self.name,
             batch=batch,
+            refused={batch.items[i].request.request_id: error for i, error in refused.items()},
             passes=passes,
+            prompt_reports=prompt_reports,
             handoff=handoff,
             writing=writing,
             arrivals=self._arrivals,
             eager_reason=runner.eager_reason,
             started=started,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedPrefill:
-    """A batch under way."""
-
-    worker: str
-    batch: PrefillBatch
-    passes: Sequence[tuple[Sequence[Segment], Ticket]]
-    handoff: Handoff
-    writing: Writing
-    arrivals: dict[int, list[_Arriving]]
-    """Where the engine keeps what is still on its way when the result is there."""
-    eager_reason: str | None
-    started: float
-
-    def result(self) -> PrefillResult:
-        """Wait for the batch and return what became of its items."""
-        items = self.batch.items
-        chosen: dict[int, int] = {}
-        buckets: Counter[str] = Counter()
-        num_tokens = padding = 0
-        for segments, ticket in self.passes:
-            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            for segment, token in zip(segments, ticket.result(), strict=True):
-                chosen[segment.item] = token
-            pass_tokens = sum(segment.end - segment.start for segment in segments)
-            buckets[str(ticket.bucket)] += 1
-            num_tokens += pass_tokens
-            padding += ticket.bucket.num_tokens - pass_tokens
-        seconds = time.perf_counter() - self.started
-        arriving = _Arriving(
-            worker=self.worker,
-            batch=self.batch,
-            transport=self.handoff.transport,
-            arrival=self.handoff.finish(self.writing),
-        )
-        errors: dict[int, StaleLeaseError | HandoffError] = dict(self.writing.refused)
-        # An error that is known now spares the client a token that would be computed again.
-        is_pending = not arriving.arrival.done()
-        if is_pending:
-            self.arrivals.setdefault(self.batch.batch_id, []).append(arriving)
-        else:
-            errors.update(arriving.arrival.result().errors)
-        return PrefillResult(
-            batch_id=self.batch.batch_id,
-            worker=self.worker,
-            outcomes=tuple(
-                _failed(item, errors[i]) if i in errors else _outcome(item, chosen[i])
-                for i, item in enumerate(items)
-            ),
-            num_tokens=num_tokens,
-            padding_tokens=padding,
-            replays={} if self.eager_reason else dict(buckets),
-            eager_steps={self.eager_reason: len(self.passes)} if self.eager_reason else {},
-            seconds=seconds,
-            handoff=None if is_pending else arriving.result(),
-            handoff_pending=is_pending,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arriving:
-    """Pages on their way."""
-
-    worker: str
-    batch: PrefillBatch
-    transport: str
-    arrival: Future[Arrival]
-
-    def result(self) -> HandoffResult:
-        """Wait for them."""
-        arrival = self.arrival.result()
-        return HandoffResult(
-            batch_id=self.batch.batch_id,
-            worker=self.worker,
-            transport=self.transport,
-            failures=tuple(
-                HandoffFailure(
-                    request_id=self.batch.items[i].request.request_id,
-                    error_label=error.label,
-                    error_message=str(error),
-                )
-                for i, error in arrival.errors.items()
-            ),
-            num_bytes=arrival.num_bytes,
-            seconds=arrival.seconds,
         )
 
 
@@ -285,7 +216,11 @@ def _tokens(request: Request) -> Sequence[int]:
 
 
 def _slot(
-    item: PrefillItem, token_ids: Sequence[int], segment: Segment, page_ids: Sequence[int]
+    item: PrefillItem,
+    token_ids: Sequence[int],
+    segment: Segment,
+    state: OutputState | None,
+    page_ids: Sequence[int],
 ) -> SlotInput:
     return slot_input(
         item.request,
@@ -293,19 +228,6 @@ def _slot(
         num_cached=segment.start,
         page_ids=page_ids,
         output_index=len(item.request.output_token_ids),
-    )
-
-
-def _outcome(item: PrefillItem, token: int) -> PrefillOutcome:
-    request = item.request
-    return PrefillOutcome(
-        request_id=request.request_id,
-        token_id=token,
-        finish_reason=finish_reason(request, len(request.output_token_ids), token),
-    )
-
-
-def _failed(item: PrefillItem, error: StaleLeaseError | HandoffError) -> PrefillOutcome:
-    return PrefillOutcome(
-        request_id=item.request.request_id, error_label=error.label, error_message=str(error)
+        # Nobody wants what an earlier chunk chooses.
+        state=state if segment.end == len(token_ids) else None,
     )

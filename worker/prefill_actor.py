@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -16,6 +17,7 @@ from scheduler.messages import (
     TokenEvent,
     WorkerConfig,
 )
+from worker.pacing import Pacer
 
 if TYPE_CHECKING:
     from worker.events import EventSender
@@ -32,6 +34,7 @@ class PrefillWorker:
         self._config = config
         self._engine: PrefillEngine
         self._sender: EventSender
+        self._pacer = Pacer(config.decode_share)
 
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
@@ -85,7 +88,9 @@ class PrefillWorker:
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
+        time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
         result = self._engine.run(batch)
+        self._pacer.computed(result.seconds, time.monotonic())
         self._sender.send(
             (
                 item.request.api_server,
@@ -95,12 +100,18 @@ class PrefillWorker:
                     epoch=item.lease.epoch,
                     token_id=outcome.token_id,
                     finish_reason=outcome.finish_reason,
+                    logprobs=outcome.logprobs,
+                    prompt_logprobs=outcome.prompt_logprobs,
                 ),
             )
             for item, outcome in zip(batch.items, result.outcomes, strict=True)
             if outcome.token_id is not None
         )
-        return result
+        # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+        return replace(
+            result,
+            outcomes=tuple(replace(o, logprobs=None, prompt_logprobs=None) for o in result.outcomes),
+        )
 
     # In threads of its own, so that the next batch is computed meanwhile.
     @ray.method(concurrency_group="handoff")

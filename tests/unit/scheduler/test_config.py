@@ -39,6 +39,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "load_format": ("dummy", "dummy"),
     "kv_memory": ("1.5GiB", 3 * 2**29),
     "handoff_transport": ("gloo", "gloo"),
+    "decode_share": ("0.5", 0.5),
     "journal": ("memory", "memory"),
     "api_key": ("secret", ("secret",)),
     "max_queued_requests": ("7", 7),
