@@ -16,7 +16,7 @@ from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation
 from graphs.runner import GraphRunner
 from worker.model import load_reference
-from worker.prefill import plan_passes
+from worker.prefill_plan import plan_passes
 
 if TYPE_CHECKING:
     from prefill_graphs import Bench

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from scheduler.batching.former import FormedBatch
 from scheduler.messages import (
     DecodeStart,
+    HandoffResult,
+    PageGrant,
     PrefillBatch,
     PrefillResult,
     Request,
@@ -36,6 +38,14 @@ class SendDecodeStarts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecodeGrow:
+    """Action: give a decode worker's sequences more pages."""
+
+    worker: str
+    grants: tuple[PageGrant, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendDecodeCancel:
     """Action: let a decode worker drop sequences."""
 
@@ -51,7 +61,17 @@ class SendEvents:
     events: TokenEvents
 
 
-Action = SendPrefill | SendDecodeStarts | SendDecodeCancel | SendEvents
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseWorker:
+    """Action: end a worker that was to leave. Nothing is left at it, and the scheduler has forgotten it."""
+
+    worker: str
+
+
+Action = SendPrefill | SendDecodeStarts | SendDecodeGrow | SendDecodeCancel | SendEvents | ReleaseWorker
+
+RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "handoff_failed", "drained"]
+"""Why a request waits again that was prefilling or decoding."""
 
 
 class Observer(Protocol):
@@ -66,11 +86,20 @@ class Observer(Protocol):
     def prefilled(self, result: PrefillResult) -> None:
         """A batch came back."""
 
+    def handed_off(self, handoff: HandoffResult) -> None:
+        """The pages of a batch have arrived at their decode worker, or not."""
+
     def first_token(self, waited_s: float) -> None:
         """A request has its first token, `waited_s` after its arrival."""
 
     def stepped(self, report: StepReport) -> None:
         """A decode worker made a step."""
+
+    def requeued(self, reason: RequeueReason) -> None:
+        """A request waits again, with the tokens that it has."""
+
+    def refused(self, what: str) -> None:
+        """Something came under a lease that had ended: a ``write``, a ``read``, or a report (``event``)."""
 
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         """A request ended: ``stop``, ``length``, ``cancelled``, or the label of an error."""
@@ -82,18 +111,23 @@ class Outbox:
 
     prefills: list[SendPrefill] = field(default_factory=list)
     starts: defaultdict[str, list[DecodeStart]] = field(default_factory=lambda: defaultdict(list))
+    grows: defaultdict[str, list[PageGrant]] = field(default_factory=lambda: defaultdict(list))
     cancels: defaultdict[str, list[SequenceRef]] = field(default_factory=lambda: defaultdict(list))
     events: defaultdict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
+
+    leavers: list[ReleaseWorker] = field(default_factory=list)
 
     def take(self) -> list[Action]:
         """Return all actions and forget them."""
         actions: list[Action] = list(self.prefills)
         actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
+        actions += [SendDecodeGrow(worker=w, grants=tuple(g)) for w, g in self.grows.items()]
         actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
         actions += [
             SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
             for a, e in self.events.items()
         ]
-        for part in (self.prefills, self.starts, self.cancels, self.events):
+        actions += self.leavers
+        for part in (self.prefills, self.starts, self.grows, self.cancels, self.events, self.leavers):
             part.clear()
         return actions

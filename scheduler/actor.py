@@ -14,23 +14,34 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from graphs.buckets import default_token_ladder
-from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
+from scheduler.actions import (
+    Action,
+    ReleaseWorker,
+    SendDecodeCancel,
+    SendDecodeGrow,
+    SendDecodeStarts,
+    SendEvents,
+    SendPrefill,
+)
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
-from scheduler.errors import OverloadedError
+from scheduler.errors import ConfigError, OverloadedError
+from scheduler.fleet import Fleet
 from scheduler.messages import (
     RAY_NAMESPACE,
     DecodeWorkerInfo,
     Heartbeat,
+    PrefillResult,
     PrefillWorkerInfo,
     Request,
     StepReport,
     SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
+from scheduler.workers import WorkerKind, WorkerTemplate
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,6 +55,8 @@ class SchedulerConfig:
     batch_timeout_s: float
     max_batch_tokens: int | None
     queue_limits: QueueLimits
+    worker_template: WorkerTemplate
+    """What workers that are added later are started with."""
     log_level: str = "info"
 
 
@@ -53,10 +66,18 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
         self._metrics = SchedulerMetrics()
-        self._core = SchedulerCore(_make_former(config), config.queue_limits, self._metrics)
+        self._core = SchedulerCore(
+            _make_former(config),
+            config.queue_limits,
+            self._metrics,
+            # Above those of a scheduler that died: it made fewer than one lease a nanosecond.
+            first_epoch=time.time_ns(),
+        )
         self._handles: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fleet = Fleet(config.worker_template)
+        self._leaving: dict[str, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
         return "Scheduler"
@@ -65,11 +86,46 @@ class Scheduler:
         self, decode: tuple[DecodeWorkerInfo, ...], prefill: tuple[PrefillWorkerInfo, ...]
     ) -> None:
         """Take the workers into service; from now on requests are accepted."""
+        self._fleet.begin(decode, prefill)
         for decode_info in decode:
-            self._core.add_decode_worker(decode_info)
-            self._spawn(self._watch_decode(decode_info.name))
+            self._take_decode_worker(decode_info)
         for prefill_info in prefill:
             self._core.add_prefill_worker(prefill_info)
+
+    async def add_worker(self, kind: WorkerKind) -> str:
+        """Start a worker and take it into service; return its name. Raises `ConfigError` if it cannot start.
+
+        While a decode worker joins, each prefill worker pauses to open its pool.
+        """
+        async with self._fleet.lock:
+            if kind == "decode":
+                decode_info = await self._fleet.start_decode_worker()
+                self._take_decode_worker(decode_info)
+                name = decode_info.name
+            else:
+                prefill_info = await self._fleet.start_prefill_worker()
+                self._core.add_prefill_worker(prefill_info)
+                name = prefill_info.name
+        _LOG.info("%s joins", name)
+        self._pump()
+        return name
+
+    async def remove_worker(self, name: str, *, timeout_s: float = 60.0) -> None:
+        """Give a worker nothing new, and end it once nothing is left at it.
+
+        Sequences of a decode worker that have not ended after `timeout_s` move to others: their requests wait again,
+        with their tokens. Raises `ConfigError` if there is no such worker.
+        """
+        if name not in self._fleet:
+            raise ConfigError(f"worker must be one of {', '.join(self._fleet)}, got {name}")
+        left = self._leaving.setdefault(name, asyncio.get_running_loop().create_future())
+        self._core.drain_worker(name)
+        self._pump()
+        await asyncio.wait((left,), timeout=timeout_s)
+        if not left.done():
+            self._core.evict_sequences(name)
+            self._pump()
+        await left
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         """Accept each group of requests whole or not at all."""
@@ -102,9 +158,10 @@ class Scheduler:
         self._pump()
 
     async def stop(self) -> None:
-        """Watch nobody any more: the workers are about to be ended on purpose."""
+        """Watch nobody any more: the workers are about to be ended on purpose. Ends those that were added."""
         for task in self._tasks:
             task.cancel()
+        self._fleet.stop_added()
 
     async def metrics(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -128,10 +185,14 @@ class Scheduler:
                 self._spawn(self._prefill(action))
             case SendDecodeStarts(worker=worker, starts=starts):
                 self._handle(worker).add.remote(starts)
+            case SendDecodeGrow(worker=worker, grants=grants):
+                self._handle(worker).grow.remote(grants)
             case SendDecodeCancel(worker=worker, refs=refs):
                 self._handle(worker).cancel.remote(refs)
             case SendEvents(api_server=api_server, events=events):
                 self._handle(api_server).deliver.remote(events)
+            case ReleaseWorker(worker=worker):
+                self._spawn(self._end_worker(worker))
 
     async def _prefill(self, action: SendPrefill) -> None:
         """Have a batch computed, and tell the core what became of it."""
@@ -139,14 +200,52 @@ class Scheduler:
             result = await self._handle(action.worker).prefill.remote(action.batch)
         except RayActorError:
             _LOG.error("%s died with batch %d", action.worker, action.batch.batch_id)
-            self._core.worker_lost(action.worker, time.monotonic())
+            self._worker_lost(action.worker)
         except RayError as error:
             message = f"{action.worker} failed: {_cause(error)}"
             _LOG.exception("batch %d: %s", action.batch.batch_id, message)
             self._core.prefill_failed(action.worker, message, time.monotonic())
         else:
             self._core.prefill_done(result, time.monotonic())
+            if result.handoff_pending:
+                self._spawn(self._hand_off(result))
         self._pump()
+
+    async def _hand_off(self, result: PrefillResult) -> None:
+        """Wait until the pages of a computed batch have arrived, and tell the core."""
+        try:
+            handoff = await self._handle(result.worker).handed_off.remote(result.batch_id)
+        except RayError as error:
+            _LOG.error(
+                "%s died with the pages of batch %d: %s", result.worker, result.batch_id, _cause(error)
+            )
+            self._worker_lost(result.worker)
+        else:
+            self._core.handoff_done(handoff, time.monotonic())
+        self._pump()
+
+    def _take_decode_worker(self, info: DecodeWorkerInfo) -> None:
+        self._core.add_decode_worker(info)
+        self._spawn(self._watch_decode(info.name))
+
+    async def _end_worker(self, name: str) -> None:
+        """End a worker at which nothing is left, and tell who waits for that."""
+        async with self._fleet.lock:
+            await self._fleet.end_worker(name)
+        _LOG.info("%s has left", name)
+        self._is_gone(name)
+
+    def _worker_lost(self, name: str) -> None:
+        """A worker died."""
+        self._core.worker_lost(name, time.monotonic())
+        self._fleet.forget(name)
+        self._is_gone(name)
+
+    def _is_gone(self, name: str) -> None:
+        self._handles.pop(name, None)
+        left = self._leaving.pop(name, None)
+        if left is not None and not left.done():
+            left.set_result(None)
 
     async def _watch_decode(self, worker: str) -> None:
         """Run a decode worker's loop for as long as it lives."""
@@ -154,7 +253,7 @@ class Scheduler:
             await self._handle(worker).run.remote()
         except RayError as error:
             _LOG.error("%s stopped: %s", worker, _cause(error))
-            self._core.worker_lost(worker, time.monotonic())
+            self._worker_lost(worker)
             self._pump()
 
     def _handle(self, name: str) -> Any:

@@ -142,6 +142,10 @@ class ServeConfig(BaseModel):
         description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB on a CPU, what is "
         "free on a GPU",
     )
+    handoff_transport: Literal["auto", "shm", "cuda_ipc", "gloo", "nccl"] = Field(
+        "auto",
+        description="how KV pages reach decode workers; auto: shared memory on one host, messages between hosts",
+    )
     decode_share: float = Field(
         0.0,
         ge=0,

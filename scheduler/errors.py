@@ -12,6 +12,7 @@
     │   ├── RequestCancelledError      499  the client or an operator cancelled it
     │   ├── WorkerFailedError          500  the worker could not compute it
     │   └── UnavailableError           503  starting, draining, or a part is down
+    ├── HandoffError              KV pages could not be brought to their decode worker
     └── StaleLeaseError           a KV page was touched under an epoch that is no longer its own
 
 Each class has a stable `label`: metrics count by it and logs name it.
@@ -38,6 +39,12 @@ class ModelFetchError(PurefillError):
     """A model cannot be downloaded or converted. The message is one line; trying again may help."""
 
     label = "model_fetch"
+
+
+class HandoffError(PurefillError):
+    """KV pages could not be brought to their decode worker: it died, or the way to it is broken."""
+
+    label = "handoff_failed"
 
 
 class StaleLeaseError(PurefillError):

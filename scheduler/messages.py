@@ -203,6 +203,30 @@ class PrefillOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffFailure:
+    """A prefilled request whose pages did not reach its decode worker."""
+
+    request_id: str
+    error_label: str
+    error_message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffResult:
+    """What a prefill worker reports of the pages of one batch."""
+
+    batch_id: int
+    worker: str
+    transport: str
+    """``shm``, ``cuda_ipc``, ``gloo`` or ``nccl``."""
+    failures: tuple[HandoffFailure, ...]
+    num_bytes: int
+    """Of the pages that arrived."""
+    seconds: float
+    """Spent for the handoff alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult:
     """What a prefill worker reports of one batch."""
 
@@ -217,6 +241,10 @@ class PrefillResult:
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Forward passes without a graph, by reason."""
     seconds: float = 0.0
+    handoff: HandoffResult | None = None
+    """What became of the pages, if that is known already."""
+    handoff_pending: bool = False
+    """The pages are still on their way: the worker says later what became of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +343,11 @@ class WorkerConfig:
     """Workers, this one included, that share its GPU: each holds the weights."""
     pools_per_device: int = 1
     """KV pools that share its GPU."""
+    handoff_transport: str = "auto"
+    """How pages travel: ``auto``, ``shm``, ``cuda_ipc``, ``gloo`` or ``nccl``."""
+    takes_remote_pages: Literal["no", "loopback", "node"] = "no"
+    """Where a decode worker listens for prefill workers that send pages: nowhere, at 127.0.0.1, at its node's
+    address."""
     decode_share: float = 0.0
     """Share of the time that a prefill worker leaves to decode on the same device."""
 
@@ -337,7 +370,7 @@ class PoolHandle:
 
     decode_worker: str
     transport: str
-    """``shm`` or ``cuda_ipc``."""
+    """What a worker on the same host takes unless told otherwise: ``shm`` or ``cuda_ipc``."""
     address: str
     """Where the pool's shared host memory is: ``/proc/PID/fd/N``. With ``cuda_ipc`` only the epochs lie there."""
     incarnation: int
@@ -349,6 +382,12 @@ class PoolHandle:
     size_bytes: int
     device_memory: str = ""
     """What ``cuda_ipc`` needs to open the pages."""
+    device_type: str = "cpu"
+    """``cpu`` or ``cuda``: where the pages are."""
+    node_id: str = ""
+    """Ray's id of the host."""
+    endpoint: str = ""
+    """``HOST:PORT`` for ``gloo`` and ``nccl``; empty if the worker takes no pages from other hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,3 +418,5 @@ class PrefillWorkerInfo:
     device: str
     load_seconds: float
     warmup_seconds: float
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """How its pages reach each decode worker, by name."""

@@ -6,12 +6,14 @@ import logging
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from scheduler.actions import RequeueReason
 from scheduler.batching.former import FormedBatch
 from scheduler.core import SchedulerCore
-from scheduler.messages import PrefillResult, Request, StepReport
+from scheduler.messages import HandoffResult, PrefillResult, Request, StepReport
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_HANDOFF_SECONDS = (0.00001, 0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -75,6 +77,38 @@ class SchedulerMetrics:
             "purefill_prefill_tokens", "Tokens prefilled, padding not counted.", registry=registry
         )
         self._output_tokens = Counter("purefill_output_tokens", "Tokens produced.", registry=registry)
+        self._handoff_seconds = Histogram(
+            "purefill_handoff_seconds",
+            "What it took to bring the KV pages of a batch to their decode worker.",
+            ["transport"],
+            buckets=_HANDOFF_SECONDS,
+            registry=registry,
+        )
+        self._handoff_bytes = Counter(
+            "purefill_handoff_bytes",
+            "KV pages brought to decode workers, in bytes.",
+            ["transport"],
+            registry=registry,
+        )
+        self._preemptions = Counter(
+            "purefill_preemptions",
+            "Sequences that left their pages to older ones, to be computed again later.",
+            registry=registry,
+        )
+        self._requeues = Counter(
+            "purefill_requeues", "Requests that were put back into the queue.", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "purefill_leases_refused",
+            "Writes, reads and reports that came under a lease that had ended.",
+            ["what"],
+            registry=registry,
+        )
+        self._stalled = Counter(
+            "purefill_decode_stalled_sequences",
+            "Times that a sequence sat a decode step out, for want of a page.",
+            registry=registry,
+        )
         self._queue_requests = Gauge("purefill_queue_requests", "Requests that wait.", registry=registry)
         self._queue_tokens = Gauge(
             "purefill_queue_tokens", "Tokens of requests that wait.", registry=registry
@@ -129,6 +163,11 @@ class SchedulerMetrics:
         for reason, count in result.eager_steps.items():
             self._eager.labels(reason).inc(count)
 
+    def handed_off(self, handoff: HandoffResult) -> None:
+        """Count pages that arrived, and what it took."""
+        self._handoff_seconds.labels(handoff.transport).observe(handoff.seconds)
+        self._handoff_bytes.labels(handoff.transport).inc(handoff.num_bytes)
+
     def first_token(self, waited_s: float) -> None:
         """Observe a time to first token."""
         self._first_token.observe(waited_s)
@@ -137,6 +176,16 @@ class SchedulerMetrics:
         """Count a decode step and its tokens."""
         self._step_seconds.observe(report.seconds)
         self._output_tokens.inc(sum(event.token_id is not None for event in report.events))
+        self._stalled.inc(report.num_stalled)
+
+    def requeued(self, reason: RequeueReason) -> None:
+        """Count a request that waits again."""
+        self._requeues.labels(reason).inc()
+        self._preemptions.inc(reason == "preempted")
+
+    def refused(self, what: str) -> None:
+        """Count what came under a lease that had ended."""
+        self._refused.labels(what).inc()
 
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         """Count a request that ended, and log it."""

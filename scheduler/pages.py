@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.messages import DecodeWorkerInfo, Lease, SequenceRef
+from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, SequenceRef
 
 
 def epochs(first: int = 1) -> Iterator[int]:
@@ -31,7 +31,7 @@ class PageLedger:
         self._epochs = epoch_source
         # Taken from the end, so that a fresh pool gives out ascending, consecutive pages.
         self._free = list(range(self.num_pages, 0, -1))
-        self._leases: dict[SequenceRef, Lease] = {}
+        self._leases: dict[SequenceRef, list[int]] = {}
 
     @property
     def free_pages(self) -> int:
@@ -54,17 +54,23 @@ class PageLedger:
 
     def lease(self, request_id: str, num_pages: int) -> Lease:
         """Lease pages to a request under a new epoch. The caller has seen that they are free."""
-        assert num_pages <= self.free_pages, (num_pages, self.free_pages)
         assert self.free_sequences > 0
-        page_ids = tuple(self._free.pop() for _ in range(num_pages))
-        lease = Lease(decode_worker=self.worker, epoch=next(self._epochs), page_ids=page_ids)
-        self._leases[SequenceRef(request_id=request_id, epoch=lease.epoch)] = lease
+        page_ids = self._take(num_pages)
+        lease = Lease(decode_worker=self.worker, epoch=next(self._epochs), page_ids=tuple(page_ids))
+        self._leases[SequenceRef(request_id=request_id, epoch=lease.epoch)] = page_ids
         return lease
 
-    def release(self, ref: SequenceRef) -> bool:
-        """End a lease and free its pages. Returns False if it had ended already."""
-        lease = self._leases.pop(ref, None)
-        if lease is None:
-            return False
-        self._free.extend(reversed(lease.page_ids))
-        return True
+    def grow(self, ref: SequenceRef, num_pages: int) -> PageGrant:
+        """Add pages to a lease that has not ended. The caller has seen that they are free."""
+        held, page_ids = self._leases[ref], self._take(num_pages)
+        grant = PageGrant(ref=ref, epoch=next(self._epochs), first_page=len(held), page_ids=tuple(page_ids))
+        held += page_ids
+        return grant
+
+    def release(self, ref: SequenceRef) -> None:
+        """End a lease and free its pages."""
+        self._free.extend(reversed(self._leases.pop(ref)))
+
+    def _take(self, num_pages: int) -> list[int]:
+        assert num_pages <= self.free_pages, (num_pages, self.free_pages)
+        return [self._free.pop() for _ in range(num_pages)]

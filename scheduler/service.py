@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from typing import Any
 
 import psutil
@@ -30,6 +31,7 @@ from scheduler.messages import (
     WorkerConfig,
 )
 from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: tokens travel in messages, KV in the workers' own memory."""
@@ -129,9 +131,10 @@ def _start_actors(
     config: ServeConfig, folder: ModelFolder, dashboard_url: str | None, actors: list[Any]
 ) -> RunningService:
     """Start every actor, in the order in which they need each other; append each to `actors` at once."""
-    gpus = _plan_gpus(config)
-    decode_actors = _create_workers("decode", config.decode_workers, config, gpus, folder, actors)
-    prefill_actors = _create_workers("prefill", config.prefill_workers, config, gpus, folder, actors)
+    template = _worker_template(config, folder)
+    strategies = place_workers(config.prefill_workers, config.decode_workers, template.num_gpus)
+    decode_actors = _create_workers("decode", config.decode_workers, template, strategies, actors)
+    prefill_actors = _create_workers("prefill", config.prefill_workers, template, strategies, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
     decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
     pools = tuple(info.pool for info in decode)
@@ -149,6 +152,7 @@ def _start_actors(
             queue_limits=QueueLimits(
                 max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
             ),
+            worker_template=template,
             log_level=config.log_level,
         ),
     )
@@ -186,43 +190,29 @@ def _num_free_gpus() -> int:
     return int(resources.get("GPU", 0))
 
 
-def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
-    import ray
-
-    # Actors share the machine's cores as processes do; Ray's CPU slots would only stand in the way.
-    try:
-        actor: Any = ray.remote(actor_class).options(name=name, num_cpus=0, **options).remote(config)
-    except ValueError as error:
-        raise ConfigError(f"this Ray cluster runs a purefill service already: {error}") from error
+def _create(actor_class: type, name: str, actors: list[Any], config: Any) -> Any:
+    actor = create_actor(actor_class, name, config)
     actors.append(actor)
     return actor
 
 
 def _create_workers(
-    pool: str,
-    count: int,
-    config: ServeConfig,
-    gpus: GpuPlan | None,
-    folder: ModelFolder,
-    actors: list[Any],
+    kind: WorkerKind, count: int, template: WorkerTemplate, strategies: dict[str, Any], actors: list[Any]
 ) -> list[Any]:
-    (entry_point,) = entry_points(group="purefill.workers", name=pool)
-    actor_class = entry_point.load()
-    # A decode worker's `run` occupies a thread for good, the others come and go.
-    options: dict[str, Any] = {"max_concurrency": 4} if pool == "decode" else {}
-    if gpus is not None:
-        options["num_gpus"] = gpus.gpus_per_worker
-    names = [f"{pool}-{i}" for i in range(count)]
-    return [
-        _create(actor_class, name, actors, _worker_config(config, gpus, folder, name), **options)
-        for name in names
-    ]
+    workers = []
+    for name in [f"{kind}-{i}" for i in range(count)]:
+        options = {"scheduling_strategy": strategies[name]} if name in strategies else {}
+        actor = create_worker(kind, name, template, **options)
+        actors.append(actor)
+        workers.append(actor)
+    return workers
 
 
-def _worker_config(config: ServeConfig, gpus: GpuPlan | None, folder: ModelFolder, name: str) -> WorkerConfig:
-    graphs = config.graph_config
-    return WorkerConfig(
-        name=name,
+def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate:
+    graphs, gpus = config.graph_config, _plan_gpus(config)
+    sends_pages = config.handoff_transport in ("gloo", "nccl")
+    worker = WorkerConfig(
+        name="",
         model_name=folder.name,
         model_folder=str(folder.path),
         dtype=config.dtype,
@@ -239,9 +229,13 @@ def _worker_config(config: ServeConfig, gpus: GpuPlan | None, folder: ModelFolde
         num_threads=os.cpu_count() or 1,
         workers_per_device=1 if gpus is None else gpus.workers_per_gpu,
         pools_per_device=1 if gpus is None else gpus.pools_per_gpu,
+        handoff_transport=config.handoff_transport,
+        # A cluster may get further hosts at any time.
+        takes_remote_pages="node" if config.ray_address else "loopback" if sends_pages else "no",
         # With a GPU each, prefill is in nobody's way.
         decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
     )
+    return WorkerTemplate(config=worker, num_gpus=0.0 if gpus is None else gpus.gpus_per_worker)
 
 
 def _api_config(
@@ -301,6 +295,12 @@ def _graphs(info: PrefillWorkerInfo) -> str:
     return "CUDA graphs and static buffers" if info.uses_cuda_graphs else "static buffers"
 
 
+def _transports(service: RunningService) -> str:
+    """Return how pages travel, and where more ways than one, how many pairs of workers use each."""
+    ways = Counter(way for info in service.prefill for way in info.transports.values())
+    return next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({n} pairs)" for way, n in ways.items())
+
+
 def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
     """Print what runs, in a few lines."""
     decode, prefill = service.decode[0], service.prefill[0]
@@ -315,7 +315,7 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
         f"{prefill.graph_bytes / mib:.1f} MiB of {_graphs(prefill)}, warm in {prefill.warmup_seconds:.1f} s",
         "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
-        f"{pool.size_bytes / mib:.0f} MiB by {pool.transport}, at most {decode.max_num_seqs} sequences",
+        f"{pool.size_bytes / mib:.0f} MiB by {_transports(service)}, at most {decode.max_num_seqs} sequences",
         "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker, "
         f"{len(service.decode)} DecodeWorker",
         "API": f"{service.url}/v1/completions",

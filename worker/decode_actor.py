@@ -25,6 +25,7 @@ from scheduler.messages import (
 if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
     from worker.events import EventSender
+    from worker.handoff.receiver import Receiver
 
 
 class DecodeWorker:
@@ -38,6 +39,7 @@ class DecodeWorker:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._engine: DecodeEngine
         self._sender: EventSender
+        self._receiver: Receiver
 
     def __repr__(self) -> str:
         return f"DecodeWorker({self._config.name}, {self._config.model_name})"
@@ -59,6 +61,15 @@ class DecodeWorker:
             device=model.device,
         )
         self._sender = EventSender(config.name)
+        handle = replace(handle, node_id=ray.get_runtime_context().get_node_id())
+        if config.takes_remote_pages != "no":
+            from worker.handoff.receiver import Receiver
+
+            host = "127.0.0.1"
+            if config.takes_remote_pages == "node":
+                host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            self._receiver = Receiver(pool, name=config.name, host=host)
+            handle = replace(handle, endpoint=self._receiver.endpoint)
         self._engine = DecodeEngine(
             model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )

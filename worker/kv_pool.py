@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -67,6 +68,8 @@ class KVPool:
         self.memory = memory
         """All keys and values, in one dimension."""
         self._epochs = epochs
+        # Between threads of this process; other processes write only into pages that nobody else has leased.
+        self._lock = threading.Lock()
         self._shapes = [(num_pages, page_size, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         counts = [prod(shape) for shape in self._shapes]
         starts = [0, *accumulate(2 * count for count in counts)]
@@ -76,6 +79,11 @@ class KVPool:
     def device(self) -> torch.device:
         """Where the pages lie."""
         return self.memory.device
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, keys and values of all layers together."""
+        return self.memory.numel() // self.num_pages * self.memory.itemsize
 
     @property
     def num_running(self) -> int:
@@ -137,6 +145,7 @@ class KVPool:
             # The descriptor stays open for the life of this process: it is the pool's address.
             address=f"/proc/{os.getpid()}/fd/{fd}",
             device_memory=cuda_ipc.share(memory) if on_gpu else "",
+            device_type=device.type,
             incarnation=os.getpid(),
             num_pages=num_pages,
             page_size=page_size,
@@ -195,20 +204,21 @@ class KVPool:
         Returns the errors of the leases that are refused, by place: of those a page has a newer epoch already.
         """
         pages, epochs = _flatten(leases)
-        newest = self._epochs[pages]
-        if (newest <= epochs).all():  # nearly always
-            self._epochs[pages] = epochs
-            return {}
         refused: dict[int, StaleLeaseError] = {}
-        for i, lease in enumerate(leases):
-            own = np.asarray(lease.page_ids)
-            newest_epoch = int(self._epochs[own].max(initial=0))
-            if newest_epoch > lease.epoch:
-                refused[i] = StaleLeaseError(
-                    f"pages are leased under epoch {newest_epoch}, refused epoch {lease.epoch}"
-                )
-            else:
-                self._epochs[own] = lease.epoch
+        with self._lock:
+            newest = self._epochs[pages]
+            if (newest <= epochs).all():  # nearly always
+                self._epochs[pages] = epochs
+                return {}
+            for i, lease in enumerate(leases):
+                own = np.asarray(lease.page_ids, dtype=np.int64)
+                newest_epoch = int(self._epochs[own].max(initial=0))
+                if newest_epoch > lease.epoch:
+                    refused[i] = StaleLeaseError(
+                        f"pages are leased under epoch {newest_epoch}, refused epoch {lease.epoch}"
+                    )
+                else:
+                    self._epochs[own] = lease.epoch
         return refused
 
     def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
@@ -219,8 +229,42 @@ class KVPool:
         return {
             i: StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
             for i, lease in enumerate(leases)
-            if not (self._epochs[np.asarray(lease.page_ids)] == lease.epoch).all()
+            if not (self._epochs[np.asarray(lease.page_ids, dtype=np.int64)] == lease.epoch).all()
         }
+
+    def read_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        """Copy pages into one dimension: layer by layer, keys then values, page by page."""
+        ids = torch.tensor(page_ids, dtype=torch.int64, device=self.device)
+        content = torch.empty(
+            len(page_ids) * self.memory.numel() // self.num_pages, dtype=self.memory.dtype, device=self.device
+        )
+        for part, place in self._parts(content, len(page_ids)):
+            torch.index_select(part, 0, ids, out=place)
+        return content
+
+    def write_pages(self, page_ids: Sequence[int], epochs: Sequence[int], content: torch.Tensor) -> None:
+        """Copy what `read_pages` gave of other pages into these, except where a page is not under its epoch.
+
+        No other claim of this process falls in between.
+        """
+        pages = np.asarray(page_ids, dtype=np.int64)
+        with self._lock:
+            (rows,) = np.nonzero(self._epochs[pages] == np.asarray(epochs, dtype=np.int64))
+            ids = torch.from_numpy(pages[rows]).to(self.device)
+            for part, place in self._parts(content, len(pages)):
+                part.index_copy_(0, ids, place if len(rows) == len(pages) else place[rows.tolist()])
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _parts(self, content: torch.Tensor, num_pages: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield keys and values of each layer, ``[num_pages, elements]``, and their place in pages' content."""
+        start = 0
+        for index in range(len(self._shapes)):
+            for part in self.layer(index):
+                pages = part.view(self.num_pages, -1)
+                end = start + num_pages * pages.shape[1]
+                yield pages, content[start:end].view(num_pages, -1)
+                start = end
 
 
 def _num_elements(spec: KVSpec, *, num_pages: int, page_size: int) -> int:

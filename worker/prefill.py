@@ -3,221 +3,209 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
-from graphs.programs import NO_REPORT, Ticket
 from graphs.runner import BucketReport
-from scheduler.errors import InvalidRequestError, PurefillError
-from scheduler.messages import PoolHandle, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult, Request
+from scheduler.errors import ConfigError, HandoffError, InvalidRequestError, PurefillError
+from scheduler.messages import (
+    HandoffResult,
+    PoolHandle,
+    PrefillBatch,
+    PrefillItem,
+    PrefillResult,
+    Request,
+)
+from worker.handoff.base import Handoff
+from worker.handoff.choose import choose_transport
+from worker.handoff.direct import DirectHandoff
+from worker.handoff.sender import SendHandoff, Staging
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
-from worker.sampling.logprobs import read_logprobs, read_prompt_report
-from worker.sequences import finish_reason
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens ``start:end`` of one item of a batch, computed in one pass."""
-
-    item: int
-    start: int
-    end: int
-
-
-def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> list[list[Segment]]:
-    """Cut a batch into passes that each fit the largest bucket, in order.
-
-    A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
-    ones through their pages, so a prompt has at most one chunk in a pass.
-    """
-    passes: list[list[Segment]] = []
-    room = 0
-    for item, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            size = min(length - start, max_tokens)
-            if size > room or len(passes[-1]) == max_slots:
-                passes.append([])
-                room = max_tokens
-            passes[-1].append(Segment(item, start, start + size))
-            room -= size
-            start += size
-    return passes
+from worker.prefill_plan import Segment, merge_handoffs, merge_results, plan_passes, split_batch
+from worker.prefill_submitted import Arriving, SubmittedPrefill
 
 
 class PrefillEngine:
-    """Owns the model and, for each decode worker's pool, the static buffers and graphs that write into it."""
+    """Owns the model, the ways to the decode workers, and the static buffers and graphs that fill their pages."""
 
-    def __init__(self, name: str, model: Model, ladder: BucketLadder, *, use_graphs: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        ladder: BucketLadder,
+        *,
+        use_graphs: bool = True,
+        node_id: str = "",
+        handoff_transport: str = "auto",
+    ) -> None:
+        """`node_id` says on which host this is, and `handoff_transport` which way pages must go, if not any."""
         self.name = name
         self.model = model
         self._ladder = ladder
         self._use_graphs = use_graphs
-        self._pools: dict[str, KVPool] = {}
+        self._node_id = node_id
+        self._wanted = handoff_transport
+        self._staging: Staging | None = None
+        self._handoffs: dict[str, Handoff] = {}
         self._runners: dict[str, ModelRunner] = {}
+        self._arrivals: dict[int, list[Arriving]] = {}
+        """Of batches that are computed: what is still on its way."""
 
     def attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
-        """Open a decode worker's pool and do as `attach_pool`.
+        """Find the way to a decode worker's pool and do as `attach_handoff`.
 
-        Raises `ConfigError` if the pool does not fit this model.
+        Raises `ConfigError` if there is none, or if the pool does not fit this model.
         """
-        return self.attach_pool(
-            handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
+        transport = choose_transport(
+            handle, node_id=self._node_id, device_type=self.model.device.type, wanted=self._wanted
         )
+        if transport in ("shm", "cuda_ipc"):
+            return self.attach_pool(
+                handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
+            )
+        if self._staging is None:
+            self._staging = self._make_staging(handle.page_size)
+        try:
+            handoff = SendHandoff(handle.endpoint, self._staging)
+        except HandoffError as error:
+            raise ConfigError(f"{handle.decode_worker} cannot be reached: {error}") from error
+        return self.attach_handoff(handle.decode_worker, handoff)
 
     def attach_pool(self, decode_worker: str, pool: KVPool) -> tuple[BucketReport, ...]:
-        """Capture the graphs that write into a decode worker's pool; return what each bucket took."""
-        runner = ModelRunner(self.model, pool, self._ladder, use_graphs=self._use_graphs)
-        self._pools[decode_worker] = pool
-        self._runners[decode_worker] = runner
+        """Do as `attach_handoff` with a decode worker's own pool."""
+        return self.attach_handoff(decode_worker, DirectHandoff(pool))
+
+    def attach_handoff(self, decode_worker: str, handoff: Handoff) -> tuple[BucketReport, ...]:
+        """Capture the graphs that write where `handoff` wants it; return what each bucket took.
+
+        Those of a pool that serves other decode workers too are captured once, and reported once.
+        """
+        for other, runner in self._runners.items():
+            if self._handoffs[other].pool is handoff.pool:
+                self._handoffs[decode_worker], self._runners[decode_worker] = handoff, runner
+                return ()
+        runner = ModelRunner(self.model, handoff.pool, self._ladder, use_graphs=self._use_graphs)
+        self._handoffs[decode_worker], self._runners[decode_worker] = handoff, runner
         return runner.prepare()
+
+    def detach(self, decode_worker: str) -> None:
+        """Forget a decode worker that is gone. Nothing happens if it is not known."""
+        handoff = self._handoffs.pop(decode_worker, None)
+        self._runners.pop(decode_worker, None)
+        if handoff is not None:
+            handoff.close()
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """How pages reach each decode worker, by name."""
+        return {name: handoff.transport for name, handoff in self._handoffs.items()}
+
+    def _make_staging(self, page_size: int) -> Staging:
+        """Allocate pages for what is sent elsewhere: two full batches, and at least one prompt of any length."""
+        largest = self._ladder.buckets[0]
+        for_batches = 2 * (-(-largest.num_tokens // page_size) + largest.num_slots)
+        for_prompt = -(-self.model.info.max_model_len // page_size)
+        return Staging(
+            KVPool.on_device(
+                self.model.kv_spec,
+                num_pages=1 + max(for_batches, for_prompt),
+                page_size=page_size,
+                device=self.model.device,
+            )
+        )
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any sequence decodes in the pools."""
-        return any(pool.num_running for pool in self._pools.values())
+        """Whether any sequence decodes in the pools that this worker writes into."""
+        return any(handoff.pool.num_running for handoff in self._handoffs.values())
 
     @property
     def uses_graphs(self) -> bool:
         """Whether batches are replays of captured CUDA graphs."""
         on_gpu = self.model.device.type == "cuda"
-        return on_gpu and all(runner.eager_reason is None for runner in self._runners.values())
+        return on_gpu and all(runner.eager_reason is None for runner in self._distinct_runners())
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all static buffers and graphs."""
-        return sum(runner.size_bytes for runner in self._runners.values())
+        return sum(runner.size_bytes for runner in self._distinct_runners())
+
+    def _distinct_runners(self) -> list[ModelRunner]:
+        return list({id(runner): runner for runner in self._runners.values()}.values())
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
-        """Compute a batch. An item whose lease is stale fails alone; the others do not notice."""
-        return self.submit(batch).result()
+        """Compute a batch. An item whose lease is stale fails alone; the others do not notice.
+
+        If `PrefillResult.handoff_pending`, `handed_off` says later what became of the pages.
+        """
+        handoff = self._handoffs[batch.decode_worker]
+        parts = [batch]
+        if handoff.max_pages is not None:
+            parts = split_batch(batch, handoff.max_pages, handoff.pool.page_size)
+        return merge_results([self.submit(part).result() for part in parts])
+
+    def handed_off(self, batch_id: int) -> HandoffResult:
+        """Wait until the pages of a batch have arrived, or cannot. For another thread than that of `run`."""
+        return merge_handoffs([arriving.result() for arriving in self._arrivals.pop(batch_id)])
 
     def submit(self, batch: PrefillBatch) -> SubmittedPrefill:
         """Start a batch. On a GPU this returns before it is computed, so that the next one can be prepared."""
         started = time.perf_counter()
-        pool, runner = self._pools[batch.decode_worker], self._runners[batch.decode_worker]
-        refused: dict[str, PurefillError] = {
-            batch.items[i].request.request_id: error
-            for i, error in pool.claim([item.lease for item in batch.items]).items()
-        }
-        items: list[PrefillItem] = []
-        states: list[OutputState | None] = []
-        for item in batch.items:
-            if item.request.request_id in refused:
-                continue
+        handoff, runner = self._handoffs[batch.decode_worker], self._runners[batch.decode_worker]
+        tokens = [_tokens(item.request) for item in batch.items]
+        lengths = [len(ids) for ids in tokens]
+        writing = handoff.begin([item.lease for item in batch.items], lengths)
+        refused: dict[int, PurefillError] = dict(writing.refused)
+        states: list[OutputState | None] = [None] * len(batch.items)
+        for i, item in enumerate(batch.items):
             try:
-                states.append(runner.track(item.request))
-                items.append(item)
+                states[i] = None if i in refused else runner.track(item.request)
             except InvalidRequestError as error:
-                refused[item.request.request_id] = error
-        tokens = [_tokens(item.request) for item in items]
+                refused[i] = error
         # First, because the passes of the batch write the same KV again: what stays does not depend on this.
         prompt_reports = {
-            item.request.request_id: runner.report_prompt(item.request.prompt_token_ids, item.lease.page_ids)
-            for item in items
-            if item.request.sampling.prompt_logprobs and not item.request.output_token_ids
+            item.request.request_id: runner.report_prompt(item.request.prompt_token_ids, writing.page_ids[i])
+            for i, item in enumerate(batch.items)
+            if i not in refused
+            and item.request.sampling.prompt_logprobs
+            and not item.request.output_token_ids
         }
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
-            [len(ids) for ids in tokens], max_tokens=largest.num_tokens, max_slots=largest.num_slots
+            [0 if i in refused else length for i, length in enumerate(lengths)],
+            max_tokens=largest.num_tokens,
+            max_slots=largest.num_slots,
         )
         passes = [
             (
                 segments,
-                runner.submit([_slot(items[s.item], tokens[s.item], s, states[s.item]) for s in segments]),
+                runner.submit(
+                    [
+                        _slot(
+                            batch.items[s.item], tokens[s.item], s, states[s.item], writing.page_ids[s.item]
+                        )
+                        for s in segments
+                    ]
+                ),
             )
             for segments in plan
         ]
         return SubmittedPrefill(
             worker=self.name,
             batch=batch,
-            items=items,
-            refused=refused,
+            refused={batch.items[i].request.request_id: error for i, error in refused.items()},
             passes=passes,
             prompt_reports=prompt_reports,
-            pool=pool,
+            handoff=handoff,
+            writing=writing,
+            arrivals=self._arrivals,
             eager_reason=runner.eager_reason,
             started=started,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedPrefill:
-    """A batch under way."""
-
-    worker: str
-    batch: PrefillBatch
-    items: Sequence[PrefillItem]
-    """Those of the batch that are computed."""
-    refused: Mapping[str, PurefillError]
-    """Why the others are not, by request id."""
-    passes: Sequence[tuple[Sequence[Segment], Ticket]]
-    prompt_reports: Mapping[str, Sequence[torch.Tensor]]
-    """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
-    pool: KVPool
-    eager_reason: str | None
-    started: float
-
-    def result(self) -> PrefillResult:
-        """Wait for the batch and return what became of its items."""
-        chosen: dict[str, PrefillOutcome] = {}
-        buckets: Counter[str] = Counter()
-        num_tokens = padding = 0
-        for segments, ticket in self.passes:
-            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            report = ticket.report()
-            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
-                request = self.items[segment.item].request
-                chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
-            pass_tokens = sum(segment.end - segment.start for segment in segments)
-            buckets[str(ticket.bucket)] += 1
-            num_tokens += pass_tokens
-            padding += ticket.bucket.num_tokens - pass_tokens
-        late = self.pool.check([item.lease for item in self.items])
-        failed = {**self.refused, **{self.items[i].request.request_id: error for i, error in late.items()}}
-        eager_steps = {
-            self.eager_reason: len(self.passes),
-            "prompt_logprobs": sum(map(len, self.prompt_reports.values())),
-        }
-        return PrefillResult(
-            batch_id=self.batch.batch_id,
-            worker=self.worker,
-            outcomes=tuple(self._outcome(item.request, chosen, failed) for item in self.batch.items),
-            num_tokens=num_tokens,
-            padding_tokens=padding,
-            replays={} if self.eager_reason else dict(buckets),
-            eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
-            seconds=time.perf_counter() - self.started,
-        )
-
-    def _outcome(
-        self,
-        request: Request,
-        chosen: Mapping[str, PrefillOutcome],
-        failed: Mapping[str, PurefillError],
-    ) -> PrefillOutcome:
-        error = failed.get(request.request_id)
-        if error is not None:
-            return PrefillOutcome(
-                request_id=request.request_id, error_label=error.label, error_message=str(error)
-            )
-        outcome = chosen[request.request_id]
-        report = self.prompt_reports.get(request.request_id)
-        if report is None:
-            return outcome
-        num_top = request.sampling.num_logprobs or 0
-        rows = torch.cat([*report]).cpu().numpy() if report else NO_REPORT
-        return replace(outcome, prompt_logprobs=read_prompt_report(rows, request.prompt_token_ids, num_top))
 
 
 def _tokens(request: Request) -> Sequence[int]:
@@ -228,23 +216,18 @@ def _tokens(request: Request) -> Sequence[int]:
 
 
 def _slot(
-    item: PrefillItem, token_ids: Sequence[int], segment: Segment, state: OutputState | None
+    item: PrefillItem,
+    token_ids: Sequence[int],
+    segment: Segment,
+    state: OutputState | None,
+    page_ids: Sequence[int],
 ) -> SlotInput:
     return slot_input(
         item.request,
         token_ids[segment.start : segment.end],
         num_cached=segment.start,
-        page_ids=item.lease.page_ids,
+        page_ids=page_ids,
         output_index=len(item.request.output_token_ids),
         # Nobody wants what an earlier chunk chooses.
         state=state if segment.end == len(token_ids) else None,
-    )
-
-
-def _chosen(request: Request, token_id: int, report: NDArray[np.int32] | None) -> PrefillOutcome:
-    return PrefillOutcome(
-        request_id=request.request_id,
-        token_id=token_id,
-        finish_reason=finish_reason(request, len(request.output_token_ids), token_id),
-        logprobs=read_logprobs(request.sampling, report, token_id),
     )

@@ -6,7 +6,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import ray
+
 from scheduler.messages import (
+    HandoffResult,
     PoolHandle,
     PrefillBatch,
     PrefillResult,
@@ -47,13 +50,20 @@ class PrefillWorker:
         loaded = time.perf_counter()
         ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
-        self._engine = PrefillEngine(config.name, model, ladder, use_graphs=config.use_graphs)
+        self._engine = PrefillEngine(
+            config.name,
+            model,
+            ladder,
+            use_graphs=config.use_graphs,
+            node_id=ray.get_runtime_context().get_node_id(),
+            handoff_transport=config.handoff_transport,
+        )
         bucket_seconds: dict[str, float] = {}
         for pool in pools:
             reports = self._engine.attach(pool)
             if model.device.type == "cuda":
                 startup.log_buckets(config.name, reports)
-            bucket_seconds = {str(report.bucket): report.batch_seconds for report in reports}
+            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
@@ -64,7 +74,17 @@ class PrefillWorker:
             device=model.device.type,
             load_seconds=loaded - started,
             warmup_seconds=time.perf_counter() - loaded,
+            transports=self._engine.transports,
         )
+
+    def attach(self, pool: PoolHandle) -> str:
+        """Open the pool of a decode worker that joins; return the transport. Raises `ConfigError` with the reason."""
+        self._engine.attach(pool)
+        return self._engine.transports[pool.decode_worker]
+
+    def detach(self, decode_worker: str) -> None:
+        """Forget a decode worker that is gone."""
+        self._engine.detach(decode_worker)
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
@@ -92,3 +112,9 @@ class PrefillWorker:
             result,
             outcomes=tuple(replace(o, logprobs=None, prompt_logprobs=None) for o in result.outcomes),
         )
+
+    # In threads of its own, so that the next batch is computed meanwhile.
+    @ray.method(concurrency_group="handoff")
+    def handed_off(self, batch_id: int) -> HandoffResult:
+        """Wait until the pages of a computed batch have arrived at their decode worker, or cannot."""
+        return self._engine.handed_off(batch_id)

@@ -38,6 +38,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "dtype": ("float32", "float32"),
     "load_format": ("dummy", "dummy"),
     "kv_memory": ("1.5GiB", 3 * 2**29),
+    "handoff_transport": ("gloo", "gloo"),
     "decode_share": ("0.5", 0.5),
     "journal": ("memory", "memory"),
     "api_key": ("secret", ("secret",)),

@@ -1,17 +1,28 @@
 """Random lives of the scheduler's core between scripted workers: whatever the order of arrivals, cancels,
-failures and deaths, every request ends exactly once and every page comes back.
+failures, deaths, joins and leaves, every request ends exactly once, with each of its tokens once, and every page
+comes back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.actions import Action, SendDecodeCancel, SendDecodeStarts, SendEvents, SendPrefill
+from scheduler.actions import (
+    Action,
+    ReleaseWorker,
+    RequeueReason,
+    SendDecodeCancel,
+    SendDecodeGrow,
+    SendDecodeStarts,
+    SendEvents,
+    SendPrefill,
+)
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer, FormedBatch
 from scheduler.batching.policies import FixedPolicy
@@ -20,10 +31,13 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     FinishReason,
-    Lease,
+    HandoffFailure,
+    HandoffResult,
     ModelInfo,
+    PageGrant,
     PoolHandle,
     PrefillBatch,
+    PrefillItem,
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
@@ -35,7 +49,7 @@ from scheduler.messages import (
 )
 
 PAGE_SIZE = 4
-POOL_PAGES = {"decode-0": 12, "decode-1": 6}
+POOL_PAGES = {"decode-0": 12, "decode-1": 6, "decode-2": 8, "decode-3": 12}
 """Pages that can be leased. Unequal, as pools are that take a share of the free memory one after the other."""
 MAX_NUM_SEQS = 3
 LIMITS = QueueLimits(max_requests=8, max_tokens=120)
@@ -86,20 +100,47 @@ def decode_info(name: str) -> DecodeWorkerInfo:
     )
 
 
+def token(index: int) -> int:
+    """Return the token that every request has at a place of its output."""
+    return 1 + index % 7
+
+
+def pages_for(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
+
+
 @dataclass
 class Ends:
     """An observer that remembers how often each request ended, and how."""
 
     outcomes: dict[str, list[str]] = field(default_factory=dict)
+    requeues: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
 
     def rejected(self, label: str) -> None: ...
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None: ...
     def prefilled(self, result: PrefillResult) -> None: ...
+    def handed_off(self, handoff: HandoffResult) -> None: ...
     def first_token(self, waited_s: float) -> None: ...
     def stepped(self, report: StepReport) -> None: ...
 
+    def requeued(self, reason: RequeueReason) -> None:
+        self.requeues[reason] += 1
+
+    def refused(self, what: str) -> None:
+        self.refusals[what] += 1
+
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         self.outcomes.setdefault(request.request_id, []).append(outcome)
+
+
+@dataclass
+class Running:
+    """A sequence at a scripted decode worker."""
+
+    request: Request
+    index: int
+    num_pages: int
 
 
 @dataclass
@@ -107,47 +148,68 @@ class ScriptedDecode:
     """A decode worker: calls reach it in any order, its reports reach the scheduler in theirs."""
 
     name: str
-    calls: list[DecodeStart | SequenceRef] = field(default_factory=list)
-    running: dict[SequenceRef, tuple[Request, int]] = field(default_factory=dict)
+    calls: list[DecodeStart | PageGrant | SequenceRef] = field(default_factory=list)
+    running: dict[SequenceRef, Running] = field(default_factory=dict)
     cancelled_early: set[SequenceRef] = field(default_factory=set)
+    grants: dict[tuple[SequenceRef, int], int] = field(default_factory=dict)
     released: list[SequenceRef] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
 
-    def take_call(self, index: int) -> None:
+    def take_call(self, index: int, *, refuse: bool = False) -> None:
+        """Carry out any of the calls; `refuse` says that a lease is stale, if it is a start."""
         call = self.calls.pop(index % len(self.calls))
         if isinstance(call, SequenceRef):
             if self.running.pop(call, None) is None:
                 self.cancelled_early.add(call)
             else:
                 self.released.append(call)
-            return
-        ref = SequenceRef(request_id=call.request.request_id, epoch=call.lease.epoch)
-        if ref in self.cancelled_early:
-            self.released.append(ref)
+        elif isinstance(call, PageGrant):
+            self.grants[call.ref, call.first_page] = len(call.page_ids)
+            self.take_grants(call.ref)
         else:
-            self.running[ref] = (call.request, 1)
+            ref = SequenceRef(request_id=call.request.request_id, epoch=call.lease.epoch)
+            assert call.first_token_id == token(len(call.request.output_token_ids))
+            if ref in self.cancelled_early or refuse:
+                self.cancelled_early.discard(ref)
+                self.released.append(ref)
+                return
+            self.running[ref] = Running(
+                call.request, len(call.request.output_token_ids) + 1, len(call.lease.page_ids)
+            )
+            self.take_grants(ref)
 
-    def step(self, stopping: int) -> list[str]:
-        """Make a token for each sequence; number `stopping` stops. Returns the ids of those that ended."""
+    def take_grants(self, ref: SequenceRef) -> None:
+        sequence = self.running.get(ref)
+        while sequence is not None and (more := self.grants.pop((ref, sequence.num_pages), 0)):
+            sequence.num_pages += more
+
+    def step(self, stopping: int) -> list[TokenEvent]:
+        """Make a token for each sequence that has room; number `stopping` stops."""
         events: list[TokenEvent] = []
-        ended: list[str] = []
-        for place, (ref, (request, index)) in enumerate(list(self.running.items())):
+        for place, (ref, sequence) in enumerate(list(self.running.items())):
+            request, index = sequence.request, sequence.index
+            if len(request.prompt_token_ids) + index > sequence.num_pages * PAGE_SIZE:
+                continue
             reason: FinishReason | None = "length" if index + 1 >= request.sampling.max_tokens else None
             reason = "stop" if place == stopping else reason
             events.append(
-                TokenEvent(request_id=request.request_id, index=index, token_id=1, finish_reason=reason)
+                TokenEvent(
+                    request_id=request.request_id,
+                    index=index,
+                    epoch=ref.epoch,
+                    token_id=token(index),
+                    finish_reason=reason,
+                )
             )
-            self.running[ref] = (request, index + 1)
+            sequence.index += 1
             if reason is not None:
                 del self.running[ref]
                 self.released.append(ref)
-                ended.append(request.request_id)
-        report = StepReport(
-            worker=self.name, seconds=0.0, events=tuple(events), released=tuple(self.released)
+        self.reports.append(
+            StepReport(worker=self.name, seconds=0.0, events=tuple(events), released=tuple(self.released))
         )
         self.released = []
-        self.reports.append(report)
-        return ended
+        return events
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -160,22 +222,38 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = make_core(self.ends)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
+        self.disturbed: set[str] = set()  # at a worker when it died: tokens of theirs may come twice
+        self.tokens: dict[str, int] = {}  # how many the ApiServer has
         self.answered: Counter[str] = Counter()  # final events that were sent to the ApiServer
-        self.leases: dict[SequenceRef, Lease] = {}
+        self.leases: dict[SequenceRef, tuple[str, list[int]]] = {}
+        self.page_epochs: dict[tuple[str, int], int] = {}
         self.batches: dict[str, PrefillBatch | None] = {}
+        self.sending: list[tuple[PrefillResult, PrefillBatch]] = []  # computed, their pages on the way
         self.decode: dict[str, ScriptedDecode] = {}
-        self.waiting: dict[str, Request] = {}
+        self.draining: set[str] = set()
         self.num_made = 0
-        for name in [f"prefill-{i}" for i in range(num_prefill)]:
-            self.core.add_prefill_worker(prefill_info(name))
-            self.batches[name] = None
+        self.num_joined = 0
+        for _ in range(num_prefill):
+            self.a_prefill_worker_joins()
         for name in list(POOL_PAGES)[:num_decode]:
             self.core.add_decode_worker(decode_info(name))
             self.decode[name] = ScriptedDecode(name=name)
 
-    def pump(self) -> None:
-        """Carry out what the core wants."""
-        for action in self.core.tick(self.now):
+    def pump(self, returned: PrefillBatch | None = None) -> None:
+        """Carry out what the core wants; `returned` is the batch that it was just given back."""
+        actions = self.core.tick(self.now)
+        starts = {
+            SequenceRef(request_id=start.request.request_id, epoch=start.lease.epoch)
+            for action in actions
+            if isinstance(action, SendDecodeStarts)
+            for start in action.starts
+        }
+        # Those that do not go on to decode have given their pages back.
+        for item in returned.items if returned is not None else ():
+            ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
+            if ref not in starts:
+                self.leases.pop(ref, None)
+        for action in actions:
             self.perform(action)
 
     def perform(self, action: Action) -> None:
@@ -184,42 +262,97 @@ class CoreMachine(RuleBasedStateMachine):
                 assert worker in self.batches, "a batch for a dead worker"
                 assert self.batches[worker] is None, "a batch for a busy worker"
                 assert batch.decode_worker in self.decode, "pages of a dead worker"
+                assert not {worker, batch.decode_worker} & self.draining, "work for one that leaves"
                 self.batches[worker] = batch
                 for item in batch.items:
-                    self.take_lease(item.request, item.lease)
+                    self.take_lease(item)
             case SendDecodeStarts(worker=worker, starts=starts):
-                if worker in self.decode:
-                    self.decode[worker].calls += starts
+                self.decode[worker].calls += starts
+            case SendDecodeGrow(worker=worker, grants=grants):
+                for grant in grants:
+                    self.take_grant(worker, grant)
+                self.decode[worker].calls += grants
             case SendDecodeCancel(worker=worker, refs=refs):
-                if worker in self.decode:
-                    self.decode[worker].calls += refs
+                for ref in refs:
+                    self.check_preemption(worker, ref)
+                self.decode[worker].calls += refs
             case SendEvents(events=events):
                 for event in events.events:
                     assert event.error_label is not None
                     self.answered[event.request_id] += 1
+            case ReleaseWorker(worker=worker):
+                assert worker in self.draining
+                assert self.batches.pop(worker, None) is None, "released with a batch"
+                assert all(result.worker != worker for result, _ in self.sending), "released while it sends"
+                assert all(name != worker for name, _ in self.leases.values()), "released with leases"
+                self.decode.pop(worker, None)
 
-    def take_lease(self, request: Request, lease: Lease) -> None:
-        assert self.waiting.pop(request.request_id) == request, "prefilled though it does not wait"
-        assert len(lease.page_ids) * PAGE_SIZE >= request.max_total_tokens
-        assert 0 not in lease.page_ids, "the scratch page was leased"
-        held = {
-            page
-            for other in self.leases.values()
-            if other.decode_worker == lease.decode_worker
-            for page in other.page_ids
+    def take_lease(self, item: PrefillItem) -> None:
+        request, lease = item.request, item.lease
+        begun = self.accepted[request.request_id]
+        assert request.request_id in self.waiting(), "prefilled though it does not wait"
+        assert request == replace(begun, output_token_ids=request.output_token_ids)
+        num_outputs = len(request.output_token_ids)
+        assert request.output_token_ids == tuple(map(token, range(num_outputs)))
+        known = self.tokens.get(request.request_id, 0)
+        assert num_outputs == known or (num_outputs < known and request.request_id in self.disturbed)
+        assert len(lease.page_ids) >= pages_for(min(request.num_prefill_tokens + 1, request.max_total_tokens))
+        ref = SequenceRef(request_id=request.request_id, epoch=lease.epoch)
+        self.take_pages(lease.decode_worker, ref, lease.page_ids, lease.epoch)
+
+    def take_grant(self, worker: str, grant: PageGrant) -> None:
+        assert len(self.leases[grant.ref][1]) == grant.first_page
+        self.take_pages(worker, grant.ref, grant.page_ids, grant.epoch)
+        request = self.accepted[grant.ref.request_id]
+        assert len(self.leases[grant.ref][1]) <= pages_for(request.max_total_tokens)
+
+    def take_pages(self, worker: str, ref: SequenceRef, page_ids: Sequence[int], epoch: int) -> None:
+        assert 0 not in page_ids, "the scratch page was leased"
+        held = {page for name, pages in self.leases.values() if name == worker for page in pages}
+        assert not held & set(page_ids), "a page was leased twice"
+        for page in page_ids:
+            assert epoch > self.page_epochs.get((worker, page), 0), "the worker would refuse it"
+            self.page_epochs[worker, page] = epoch
+        self.leases.setdefault(ref, (worker, []))[1].extend(page_ids)
+
+    def check_preemption(self, worker: str, ref: SequenceRef) -> None:
+        """The oldest sequence of a worker never leaves for want of pages, unless it has all of them."""
+        if ref.request_id in self.cancelled or worker in self.draining:
+            return
+        ages = {
+            other: int(other.request_id[1:]) for other, (name, _) in self.leases.items() if name == worker
         }
-        assert not held & set(lease.page_ids), "a page was leased twice"
-        assert all(lease.epoch > other.epoch for other in self.leases.values())
-        self.leases[SequenceRef(request_id=request.request_id, epoch=lease.epoch)] = lease
+        is_oldest = all(ages[ref] <= age for other, age in ages.items() if other.request_id in self.live())
+        assert not is_oldest or len(self.leases[ref][1]) == POOL_PAGES[worker]
 
-    def notice_ends_in_the_queue(self) -> None:
-        for request_id in [i for i in self.waiting if i in self.ends.outcomes]:
-            del self.waiting[request_id]
+    def live(self) -> set[str]:
+        return self.accepted.keys() - self.ends.outcomes.keys()
+
+    def waiting(self) -> set[str]:
+        """Return what has not ended and has no pages: whatever happened, that waits."""
+        return self.live() - {ref.request_id for ref in self.leases}
+
+    def in_limbo(self) -> set[str]:
+        """Return what is being prefilled into the pages of a decode worker that died."""
+        batches = [batch for batch in self.batches.values() if batch is not None]
+        batches += [batch for _, batch in self.sending]
+        refs = {
+            SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
+            for batch in batches
+            for item in batch.items
+        }
+        return {ref.request_id for ref in refs - self.leases.keys()}
+
+    def deliver(self, request_id: str, index: int) -> None:
+        """A token reaches the ApiServer."""
+        known = self.tokens.get(request_id, 0)
+        assert index == known or (index < known and request_id in self.disturbed), (request_id, index, known)
+        self.tokens[request_id] = max(known, index + 1)
 
     # What happens to it.
 
     @rule(
-        lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=5),
+        lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 36)), min_size=1, max_size=5),
         twice=st.integers(0, 9),
     )
     def submit(self, lengths: list[tuple[int, int]], twice: int) -> None:
@@ -241,7 +374,6 @@ class CoreMachine(RuleBasedStateMachine):
         if rejection is None:
             assert twice, "one id was accepted twice"
             self.accepted |= {request.request_id: request for request in group}
-            self.waiting |= {request.request_id: request for request in group}
         else:
             after = (self.core.num_live, self.core.num_waiting, self.core.num_waiting_tokens)
             assert after == before, "a group was accepted in part"
@@ -254,7 +386,6 @@ class CoreMachine(RuleBasedStateMachine):
         if request_id in self.accepted and request_id not in self.ends.outcomes:
             self.cancelled.add(request_id)
         self.core.cancel(request_id, self.now)
-        self.notice_ends_in_the_queue()
         self.pump()
 
     @rule(seconds=st.sampled_from([0.001, TIMEOUT_S, 1.0]))
@@ -263,8 +394,13 @@ class CoreMachine(RuleBasedStateMachine):
         self.pump()
 
     @precondition(lambda self: any(self.batches.values()))
-    @rule(which=st.integers(0, 1), finishing=st.integers(0, 15), failing=st.integers(0, 63))
-    def prefill_comes_back(self, which: int, finishing: int, failing: int) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        finishing=st.integers(0, 15),
+        failing=st.integers(0, 63),
+        pending=st.booleans(),
+    )
+    def prefill_comes_back(self, which: int, finishing: int, failing: int, pending: bool) -> None:
         """Bits of `finishing` and, where both high bits are set, of `failing` say which items end here."""
         worker = self.busy(which)
         batch = self.batches[worker]
@@ -272,18 +408,18 @@ class CoreMachine(RuleBasedStateMachine):
         self.batches[worker] = None
         outcomes: list[PrefillOutcome] = []
         for place, item in enumerate(batch.items):
-            request_id = item.request.request_id
+            request = item.request
+            request_id, index = request.request_id, len(request.output_token_ids)
             if failing >= 48 and failing >> place & 1:
-                outcome = PrefillOutcome(request_id=request_id, error_label="stale_lease", error_message="no")
+                label = "stale_lease" if failing >> 3 & 1 else "worker_failed"
+                outcome = PrefillOutcome(request_id=request_id, error_label=label, error_message="no")
             else:
-                last = item.request.sampling.max_tokens == 1
+                last = request.sampling.max_tokens == index + 1
                 reason: FinishReason | None = "length" if last else "stop" if finishing >> place & 1 else None
-                outcome = PrefillOutcome(request_id=request_id, token_id=1, finish_reason=reason)
+                outcome = PrefillOutcome(request_id=request_id, token_id=token(index), finish_reason=reason)
                 self.answered[request_id] += reason is not None
+                self.deliver(request_id, index)
             outcomes.append(outcome)
-            goes_on = outcome.token_id is not None and outcome.finish_reason is None
-            if not goes_on or request_id in self.cancelled or batch.decode_worker not in self.decode:
-                self.leases.pop(SequenceRef(request_id=request_id, epoch=item.lease.epoch), None)
         result = PrefillResult(
             batch_id=batch.batch_id,
             worker=worker,
@@ -292,78 +428,161 @@ class CoreMachine(RuleBasedStateMachine):
             padding_tokens=0,
             replays={},
             seconds=0.01,
+            handoff_pending=pending,
         )
+        if pending:
+            self.sending.append((result, batch))
         self.core.prefill_done(result, self.now)
-        self.pump()
+        self.pump(None if pending else batch)
+
+    @precondition(lambda self: self.sending)
+    @rule(which=st.integers(0, 3), failing=st.integers(0, 63))
+    def a_handoff_is_done(self, which: int, failing: int) -> None:
+        result, batch = self.sending.pop(which % len(self.sending))
+        failures = tuple(
+            HandoffFailure(
+                request_id=item.request.request_id,
+                error_label="stale_lease" if failing >> 3 & 1 else "handoff_failed",
+                error_message="no",
+            )
+            for place, item in enumerate(batch.items)
+            if failing >= 48 and failing >> place & 1
+        )
+        handoff = HandoffResult(
+            batch_id=batch.batch_id,
+            worker=result.worker,
+            transport="gloo",
+            failures=failures,
+            num_bytes=1,
+            seconds=0.0,
+        )
+        self.core.handoff_done(handoff, self.now)
+        self.pump(batch)
 
     @precondition(lambda self: any(self.batches.values()))
-    @rule(which=st.integers(0, 1))
-    def prefill_raises(self, which: int) -> None:
+    @rule(which=st.integers(0, 1), luck=st.integers(0, 7))
+    def prefill_raises(self, which: int, luck: int) -> None:
+        if luck:
+            return
         worker = self.busy(which)
         self.drop_batch(worker)
         self.core.prefill_failed(worker, "out of luck", self.now)
         self.pump()
 
     @precondition(lambda self: any(decode.calls for decode in self.decode.values()))
-    @rule(which=st.integers(0, 1), index=st.integers(0, 7))
-    def a_call_reaches_a_decode_worker(self, which: int, index: int) -> None:
+    @rule(which=st.integers(0, 3), index=st.integers(0, 7), refuse=st.integers(0, 9))
+    def a_call_reaches_a_decode_worker(self, which: int, index: int, refuse: int) -> None:
         busy = [decode for decode in self.decode.values() if decode.calls]
-        busy[which % len(busy)].take_call(index)
+        busy[which % len(busy)].take_call(index, refuse=refuse == 9)
 
     @precondition(lambda self: self.decode)
-    @rule(which=st.integers(0, 1), stopping=st.integers(0, 9))
-    def decode_steps(self, which: int, stopping: int) -> None:
+    @rule(which=st.integers(0, 3), stopping=st.integers(0, 40), num_steps=st.integers(1, 6))
+    def decode_steps(self, which: int, stopping: int, num_steps: int) -> None:
+        """A decode worker makes a few steps; all reports but the last arrive before the next one."""
         decode = list(self.decode.values())[which % len(self.decode)]
-        self.answered.update(decode.step(stopping))
+        for _ in range(num_steps):
+            for event in decode.step(stopping):
+                self.deliver(event.request_id, event.index)
+                self.answered[event.request_id] += event.finish_reason is not None
+            while len(decode.reports) > 1:
+                self.take_report(decode)
+            while decode.calls and num_steps > 3:
+                decode.take_call(0)
 
     @precondition(lambda self: any(decode.reports for decode in self.decode.values()))
-    @rule(which=st.integers(0, 1))
+    @rule(which=st.integers(0, 3))
     def a_report_arrives(self, which: int) -> None:
         reporting = [decode for decode in self.decode.values() if decode.reports]
-        report = reporting[which % len(reporting)].reports.pop(0)
+        self.take_report(reporting[which % len(reporting)])
+
+    def take_report(self, decode: ScriptedDecode) -> None:
+        report = decode.reports.pop(0)
         for ref in report.released:
             del self.leases[ref]
         self.core.step_done(report, self.now)
         self.pump()
 
     @precondition(lambda self: self.now > 103 and self.batches)
-    @rule(which=st.integers(0, 1))
-    def a_prefill_worker_dies(self, which: int) -> None:
+    @rule(which=st.integers(0, 1), luck=st.integers(0, 3))
+    def a_prefill_worker_dies(self, which: int, luck: int) -> None:
+        if luck:
+            return
         worker = list(self.batches)[which % len(self.batches)]
-        self.drop_batch(worker)
+        self.drop_batch(worker, *(batch for result, batch in self.sending if result.worker == worker))
+        self.sending = [sent for sent in self.sending if sent[0].worker != worker]
         del self.batches[worker]
         self.core.worker_lost(worker, self.now)
-        self.notice_ends_in_the_queue()
         self.pump()
 
     @precondition(lambda self: self.now > 103 and self.decode)
-    @rule(which=st.integers(0, 1))
-    def a_decode_worker_dies(self, which: int) -> None:
+    @rule(which=st.integers(0, 3), luck=st.integers(0, 3))
+    def a_decode_worker_dies(self, which: int, luck: int) -> None:
+        if luck:
+            return
         worker = list(self.decode)[which % len(self.decode)]
         del self.decode[worker]
-        self.leases = {r: lease for r, lease in self.leases.items() if lease.decode_worker != worker}
+        self.disturbed |= {ref.request_id for ref, (name, _) in self.leases.items() if name == worker}
+        self.leases = {ref: lease for ref, lease in self.leases.items() if lease[0] != worker}
         self.core.worker_lost(worker, self.now)
-        self.notice_ends_in_the_queue()
+        self.pump()
+
+    @precondition(lambda self: len(self.batches) < 3)
+    @rule()
+    def a_prefill_worker_joins(self) -> None:
+        name = f"prefill-{self.num_joined}"
+        self.num_joined += 1
+        self.core.add_prefill_worker(prefill_info(name))
+        self.batches[name] = None
+        self.pump()
+
+    @precondition(lambda self: len(self.decode) < len(POOL_PAGES))
+    @rule(which=st.integers(0, 3))
+    def a_decode_worker_joins(self, which: int) -> None:
+        names = [name for name in POOL_PAGES if name not in self.decode]
+        name = names[which % len(names)]
+        self.draining.discard(name)
+        self.core.add_decode_worker(decode_info(name))
+        self.decode[name] = ScriptedDecode(name=name)
+        self.pump()
+
+    @precondition(lambda self: self.now > 102)
+    @rule(which=st.integers(0, 5), luck=st.integers(0, 3))
+    def a_worker_is_to_leave(self, which: int, luck: int) -> None:
+        if luck:
+            return
+        names = [*self.batches, *self.decode, "nobody"]
+        name = names[which % len(names)]
+        self.draining |= {name}
+        self.core.drain_worker(name)
+        self.pump()
+
+    @precondition(lambda self: self.draining)
+    @rule(which=st.integers(0, 3))
+    def its_sequences_are_moved(self, which: int) -> None:
+        self.core.evict_sequences(sorted(self.draining)[which % len(self.draining)])
         self.pump()
 
     def busy(self, which: int) -> str:
         workers = [worker for worker, batch in self.batches.items() if batch is not None]
         return workers[which % len(workers)]
 
-    def drop_batch(self, worker: str) -> None:
-        batch = self.batches[worker]
-        for item in batch.items if batch is not None else ():
-            ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
-            self.leases.pop(ref, None)
+    def drop_batch(self, worker: str, *more: PrefillBatch) -> None:
+        for batch in (self.batches[worker], *more):
+            for item in batch.items if batch is not None else ():
+                ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
+                self.leases.pop(ref, None)
         self.batches[worker] = None
 
     # What must hold.
 
     @invariant()
     def counters_equal_the_queue(self) -> None:
-        assert self.core.num_waiting == len(self.waiting)
-        assert self.core.num_waiting_tokens == sum(r.num_prefill_tokens for r in self.waiting.values())
-        assert self.core.num_live == len(self.accepted) - len(self.ends.outcomes)
+        waiting = self.waiting() - self.in_limbo()
+        assert self.core.num_waiting == len(waiting)
+        assert self.core.num_live == len(self.live())
+        if self.disturbed.isdisjoint(waiting):
+            num_tokens = sum(len(self.accepted[i].prompt_token_ids) + self.tokens.get(i, 0) for i in waiting)
+            assert self.core.num_waiting_tokens == num_tokens
 
     @invariant()
     def every_request_ends_once_at_most(self) -> None:
@@ -374,10 +593,10 @@ class CoreMachine(RuleBasedStateMachine):
     def pages_are_leased_or_free(self) -> None:
         assert {ledger.worker for ledger in self.core.ledgers} == self.decode.keys()
         for ledger in self.core.ledgers:
-            mine = [lease for lease in self.leases.values() if lease.decode_worker == ledger.worker]
+            mine = [pages for worker, pages in self.leases.values() if worker == ledger.worker]
             assert ledger.num_leases == len(mine)
             assert ledger.free_sequences == MAX_NUM_SEQS - len(mine) >= 0
-            assert ledger.free_pages == POOL_PAGES[ledger.worker] - sum(len(x.page_ids) for x in mine)
+            assert ledger.free_pages == POOL_PAGES[ledger.worker] - sum(map(len, mine))
 
     def teardown(self) -> None:
         """Let everything run to its end: nothing is left, and everybody got an answer."""
@@ -386,14 +605,18 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.core.num_live and not self.leases:
                 break
+            if not self.decode:
+                self.a_decode_worker_joins(0)
             self.time_goes_on(1.0)
             if any(self.batches.values()):
-                self.prefill_comes_back(0, 0, 0)
+                self.prefill_comes_back(0, 0, 0, False)
+            if self.sending:
+                self.a_handoff_is_done(0, 0)
             for decode in self.decode.values():
                 while decode.calls:
                     decode.take_call(0)
             for i in range(len(self.decode)):
-                self.decode_steps(i, 99)
+                self.decode_steps(i, 99, 1)
             while any(decode.reports for decode in self.decode.values()):
                 self.a_report_arrives(0)
         self.counters_equal_the_queue()
@@ -403,6 +626,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.ends.outcomes.keys() == self.accepted.keys()
         silent = [i for i in self.accepted if i not in self.cancelled and not self.answered[i]]
         assert not silent, f"no answer for {silent}"
+        complete = [i for i, (outcome,) in self.ends.outcomes.items() if outcome == "length"]
+        assert all(self.tokens[i] == self.accepted[i].sampling.max_tokens for i in complete)
 
 
 TestCore = CoreMachine.TestCase
@@ -420,7 +645,7 @@ def test_what_fits_no_pool_that_is_left_fails_when_its_pool_dies() -> None:
     ends = Ends()
     core = make_core(ends)
     core.add_prefill_worker(prefill_info("prefill-0"))
-    for name in POOL_PAGES:
+    for name in ("decode-0", "decode-1"):
         core.add_decode_worker(decode_info(name))
     small = POOL_PAGES["decode-1"] * PAGE_SIZE
     for request_id, num_tokens in (("large", small + 1), ("small", small)):

@@ -1,0 +1,254 @@
+"""The page pools of the decode workers: who has a place in them, who gets more pages, and who must leave. Pure.
+
+A sequence starts with the pages of its prompt and of a few tokens more. As it nears their end it is granted the
+next ones. If there are none, the youngest sequences of that worker leave: their requests wait again, before all
+others, and are computed again with the tokens that they had. The oldest sequence never leaves for want of pages
+unless it has outgrown its pool, so it always comes to its end, then the next oldest, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.errors import ConfigError
+from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, SequenceRef
+from scheduler.pages import PageLedger, epochs
+from scheduler.placement import DecodePlacement
+
+_GROW_AHEAD_TOKENS = 16
+"""A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
+_PREEMPT_AHEAD_TOKENS = 2
+"""Others must leave once a sequence has room for fewer tokens than this: until then, one may end by itself."""
+
+
+def num_start_pages(request: Request, page_size: int) -> int:
+    """Return the pages with which a request starts: prompt, tokens so far, and a few tokens more."""
+    return -(-min(request.num_prefill_tokens + 1 + _GROW_AHEAD_TOKENS, request.max_total_tokens) // page_size)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tenant:
+    """A sequence that has a lease."""
+
+    ref: SequenceRef
+    age: int
+    """Smaller is older."""
+    num_tokens: int
+    max_tokens: int
+    num_pages: int
+    leaving: bool = False
+    """Its pages come back without further ado."""
+
+
+class Balance(NamedTuple):
+    """What is to be done so that all sequences of a worker can go on."""
+
+    grants: list[PageGrant]
+    preempted: list[SequenceRef]
+    """Sequences that must leave; `release` them when nobody touches their pages any more."""
+
+
+class DecodePool:
+    """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
+
+    def __init__(self, info: DecodeWorkerInfo, epoch_source: Iterator[int]) -> None:
+        self.ledger = PageLedger(info, epoch_source)
+        self.is_draining = False
+        """Whether it takes no new sequences."""
+        self._tenants: dict[SequenceRef, _Tenant] = {}
+        self._growing: set[SequenceRef] = set()
+        """Those that may need more pages than they have."""
+        self._short: dict[SequenceRef, _Tenant] = {}
+        """Those that should have more pages than they have."""
+
+    def __contains__(self, ref: SequenceRef) -> bool:
+        return ref in self._tenants
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    @property
+    def name(self) -> str:
+        """Name of the decode worker."""
+        return self.ledger.worker
+
+    @property
+    def free_pages(self) -> int:
+        """Pages for new sequences. One is kept for each that is going to grow, and all while one waits for any."""
+        if self.is_draining or self._short:
+            return 0
+        return max(0, self.ledger.free_pages - len(self._growing))
+
+    @property
+    def free_sequences(self) -> int:
+        """Sequences that may begin."""
+        return 0 if self.is_draining else self.ledger.free_sequences
+
+    @property
+    def staying(self) -> list[SequenceRef]:
+        """Sequences that have not been told to leave."""
+        return [tenant.ref for tenant in self._tenants.values() if not tenant.leaving]
+
+    def lease(self, request: Request, num_pages: int, age: int) -> Lease:
+        """Lease pages to a request that is to be prefilled."""
+        lease = self.ledger.lease(request.request_id, num_pages)
+        tenant = _Tenant(
+            ref=SequenceRef(request_id=request.request_id, epoch=lease.epoch),
+            age=age,
+            num_tokens=request.num_prefill_tokens,
+            max_tokens=request.max_total_tokens,
+            num_pages=num_pages,
+        )
+        self._tenants[tenant.ref] = tenant
+        self._note(tenant)
+        return lease
+
+    def advance(self, ref: SequenceRef, num_tokens: int) -> None:
+        """A sequence has `num_tokens` tokens now, the newest of which is not in its pages yet."""
+        tenant = self._tenants[ref]
+        tenant.num_tokens = num_tokens
+        if self._wanted(tenant, _GROW_AHEAD_TOKENS) > 0 and not tenant.leaving:
+            self._short[ref] = tenant
+
+    def leave(self, ref: SequenceRef) -> None:
+        """A sequence ended, or must leave: it gets no more pages, and those that it has come back soon."""
+        tenant = self._tenants[ref]
+        tenant.leaving = True
+        self._note(tenant)
+
+    def release(self, ref: SequenceRef) -> bool:
+        """Take back a sequence's pages. Returns False if it had none any more."""
+        tenant = self._tenants.pop(ref, None)
+        if tenant is None:
+            return False
+        tenant.leaving = True
+        self._note(tenant)
+        self.ledger.release(ref)
+        return True
+
+    def balance(self) -> Balance:
+        """Grant pages to those that are short of them, oldest first; name those that must leave if too few are free."""
+        grants: list[PageGrant] = []
+        for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
+            wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
+            num_pages = min(wanted, self.ledger.free_pages)
+            if num_pages:
+                grants.append(self.ledger.grow(tenant.ref, num_pages))
+                tenant.num_pages += num_pages
+            if num_pages == wanted:
+                del self._short[tenant.ref]
+            self._note(tenant)
+        return Balance(grants, self._preempt() if self._short else [])
+
+    def _preempt(self) -> list[SequenceRef]:
+        """Return those that must leave so that each sequence at the end of its pages gets another."""
+        coming = self.ledger.free_pages + sum(t.num_pages for t in self._tenants.values() if t.leaving)
+        needed = {ref: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for ref, t in self._short.items()}
+        preempted: list[SequenceRef] = []
+        by_age = sorted((t for t in self._tenants.values() if not t.leaving), key=lambda tenant: tenant.age)
+        while sum(needed.values()) > coming:
+            # The last one gets the pages of the others, unless it has all of them: then it has outgrown the pool.
+            if len(by_age) == 1 and by_age[0].num_pages < self.ledger.num_pages:
+                break
+            youngest = by_age.pop()
+            needed.pop(youngest.ref, None)
+            coming += youngest.num_pages
+            preempted.append(youngest.ref)
+            self.leave(youngest.ref)
+        return preempted
+
+    def _wanted(self, tenant: _Tenant, ahead_tokens: int) -> int:
+        """Return how many pages more than it has a sequence needs for so many tokens more; 0 if none."""
+        num_tokens = min(tenant.num_tokens + ahead_tokens, tenant.max_tokens)
+        return max(0, self.ledger.pages_for(num_tokens) - tenant.num_pages)
+
+    def _note(self, tenant: _Tenant) -> None:
+        """Keep the sets of those that grow and of those that are short of pages as they should be."""
+        if tenant.leaving:
+            self._short.pop(tenant.ref, None)
+        if not tenant.leaving and tenant.num_pages < self.ledger.pages_for(tenant.max_tokens):
+            self._growing.add(tenant.ref)
+        else:
+            self._growing.discard(tenant.ref)
+
+
+class DecodePools:
+    """Owns the pools of all decode workers, and chooses the one for the next batch."""
+
+    def __init__(self, first_epoch: int = 1) -> None:
+        self._epochs = epochs(first_epoch)
+        self._pools: dict[str, DecodePool] = {}
+        self._placement = DecodePlacement()
+        self._changed: dict[str, DecodePool] = {}
+
+    def __iter__(self) -> Iterator[DecodePool]:
+        return iter(self._pools.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pools
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page. It is the same in all pools, so that a waiting request needs the same in any."""
+        return next(iter(self._pools.values())).ledger.page_size
+
+    @property
+    def max_total_tokens(self) -> int:
+        """How many tokens a sequence may have to fit the largest pool that takes any; 0 if none does."""
+        open_pools = (pool.ledger for pool in self if not pool.is_draining)
+        return max((ledger.num_pages * ledger.page_size for ledger in open_pools), default=0)
+
+    def add(self, info: DecodeWorkerInfo) -> None:
+        """Take in an empty pool. Raises `ConfigError` if its pages are not as large as those of the others."""
+        if self._pools and info.pool.page_size != self.page_size:
+            raise ConfigError(
+                f"page_size of {info.name} must be {self.page_size}, as in the other pools, "
+                f"got {info.pool.page_size}"
+            )
+        self._pools[info.name] = DecodePool(info, self._epochs)
+        self.changed(self._pools[info.name])
+
+    def remove(self, name: str) -> None:
+        """Forget a pool and all leases on it."""
+        del self._pools[name]
+        self._changed.pop(name, None)
+        self._placement.remove(name)
+
+    def remove_drained(self) -> list[str]:
+        """Forget the pools that drain and have no lease left; return their names."""
+        names = [pool.name for pool in self if pool.is_draining and not len(pool)]
+        for name in names:
+            self.remove(name)
+        return names
+
+    def get(self, name: str) -> DecodePool | None:
+        """Return a decode worker's pool, or None if that worker is gone."""
+        return self._pools.get(name)
+
+    def holding(self, lease: Lease, ref: SequenceRef) -> DecodePool | None:
+        """Return the pool of a lease that has not ended, or None."""
+        pool = self._pools.get(lease.decode_worker)
+        return pool if pool is not None and ref in pool else None
+
+    def changed(self, pool: DecodePool) -> None:
+        """Take in that a pool's leases changed."""
+        self._changed[pool.name] = pool
+        self._place(pool)
+
+    def balance(self) -> Iterator[tuple[str, Balance]]:
+        """Yield what is to be done at each decode worker whose leases changed."""
+        changed, self._changed = self._changed, {}
+        for name, pool in changed.items():
+            balance = pool.balance()
+            self._place(pool)
+            yield name, balance
+
+    def choose(self) -> DecodePool | None:
+        """Return the pool for the next batch: the one with the most pages for new sequences."""
+        name = self._placement.choose()
+        return None if name is None else self._pools[name]
+
+    def _place(self, pool: DecodePool) -> None:
+        self._placement.update(pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences)

@@ -1,0 +1,61 @@
+"""A live request, as the scheduler knows it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from scheduler.actions import RequeueReason
+from scheduler.messages import Lease, Request, SequenceRef
+
+
+class RequestState(enum.Enum):
+    """Where a live request is. One that has ended is in the scheduler no more."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRequest:
+    """Owns what is known of one request that has not ended."""
+
+    request: Request
+    """With the tokens that it had when it was last queued."""
+    arrival_time: float
+    age: int
+    """Smaller is older."""
+    state: RequestState = RequestState.WAITING
+    lease: Lease | None = None
+    """With the pages that it started with."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """All tokens that it has, as far as the workers have reported them."""
+    cancelled: bool = False
+    """It ends when its prefill is back."""
+    requeue_reason: RequeueReason | None = None
+    """Why it waits again as soon as its pages are back, if it does."""
+    num_losses: int = 0
+    """Workers that died while they had it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has, prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def ref(self) -> SequenceRef:
+        """What the decode worker knows it by, while it has a lease."""
+        assert self.lease is not None
+        return SequenceRef(request_id=self.request.request_id, epoch=self.lease.epoch)
+
+    def holds(self, ref: SequenceRef) -> bool:
+        """Whether it has this very lease."""
+        return self.lease is not None and self.lease.epoch == ref.epoch
+
+    def wait_again(self) -> None:
+        """Go back to the start, with the tokens that it has."""
+        self.request = replace(self.request, output_token_ids=tuple(self.output_token_ids))
+        self.state = RequestState.WAITING
+        self.lease = None
+        self.requeue_reason = None

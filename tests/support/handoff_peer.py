@@ -1,0 +1,91 @@
+"""A decode worker's pages in a process of their own, and a prefill worker that hands pages over once.
+
+Run as ``handoff_peer.py decode TRANSPORT NUM_PAGES HOST`` it writes its `PoolHandle` and obeys the lines that it
+reads; as ``handoff_peer.py prefill`` it reads a handle and writes what became of two leases. All lines are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from scheduler.messages import Lease, PoolHandle
+from worker.handoff.base import Handoff
+from worker.handoff.direct import DirectHandoff
+from worker.handoff.receiver import Receiver
+from worker.handoff.sender import SendHandoff, Staging
+from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
+
+SPEC = KVSpec(layers=(KVLayerSpec(num_kv_heads=2, head_dim=64),) * 2, dtype=torch.float32)
+PAGE_SIZE = 4
+DECODE = "decode-0"
+
+
+def lease(epoch: int, *page_ids: int) -> Lease:
+    return Lease(decode_worker=DECODE, epoch=epoch, page_ids=page_ids)
+
+
+def fill(pool: KVPool, page_ids: Any, value: float) -> None:
+    """Write a value into whole pages."""
+    for index in range(len(SPEC.layers)):
+        for part in pool.layer(index):
+            part[list(page_ids)] = value
+
+
+def open_handoff(handle: PoolHandle, *, num_staging_pages: int = 64) -> Handoff:
+    """Return the way to a pool by its transport."""
+    if handle.transport != "gloo":
+        return DirectHandoff(KVPool.open(SPEC, handle))
+    pool = KVPool.on_device(
+        SPEC, num_pages=num_staging_pages + 1, page_size=PAGE_SIZE, device=torch.device("cpu")
+    )
+    return SendHandoff(handle.endpoint, Staging(pool))
+
+
+def decode(transport: str, num_pages: int, host: str) -> None:
+    pool, handle = KVPool.create(SPEC, name=DECODE, num_pages=num_pages + 1, page_size=PAGE_SIZE)
+    if transport == "gloo":
+        receiver = Receiver(pool, name=DECODE, host=host)
+        handle = replace(handle, transport=transport, endpoint=receiver.endpoint)
+    say(asdict(handle))
+    for line in sys.stdin:
+        say(obey(pool, **json.loads(line)))
+    # Threads that wait in torch would be in the way of an orderly end.
+    os._exit(0)
+
+
+def obey(pool: KVPool, what: str, pages: list[int], epoch: int = 0, value: float = 0.0) -> Any:
+    if what == "own":  # as a newer lease does that writes its own content
+        refused = pool.claim([lease(epoch, *pages)])
+        fill(pool, pages, value)
+        return not refused
+    if what == "check":
+        return not pool.check([lease(epoch, *pages)])
+    content = pool.read_pages(pages)
+    return [content.min().item(), content.max().item()]
+
+
+def prefill() -> None:
+    handoff = open_handoff(PoolHandle(**json.loads(sys.stdin.readline())))
+    writing = handoff.begin([lease(5, 3, 1), lease(6, 2)], [2 * PAGE_SIZE, 1])
+    for value, page_ids in zip((7.0, 8.0), writing.page_ids, strict=True):
+        fill(handoff.pool, page_ids, value)
+    arrival = handoff.finish(writing).result()
+    say({"num_bytes": arrival.num_bytes, "errors": {i: str(error) for i, error in arrival.errors.items()}})
+    os._exit(0)
+
+
+def say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "decode":
+        decode(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    else:
+        prefill()

@@ -1,0 +1,50 @@
+"""Handoff by shared memory: prefill writes where decode reads (``shm``, ``cuda_ipc``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from scheduler.messages import Lease
+from worker.handoff.base import Arrival, Writing
+from worker.kv_pool import KVPool
+
+
+class DirectHandoff:
+    """Owns nothing: the pages are the decode worker's. Claims them before they are written, and looks again after."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.transport = "shm" if pool.device.type == "cpu" else "cuda_ipc"
+        self.max_pages = None
+
+    def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
+        """Claim the pages."""
+        refused = self.pool.claim(leases)
+        counts = [-(-count // self.pool.page_size) for count in num_tokens]
+        page_ids = [
+            () if i in refused else lease.page_ids[:count]
+            for i, (lease, count) in enumerate(zip(leases, counts, strict=True))
+        ]
+        return Writing(leases=leases, page_ids=page_ids, refused=refused)
+
+    def finish(self, writing: Writing) -> Future[Arrival]:
+        """See whether the pages are still the leases' own. Done at once."""
+        started = time.perf_counter()
+        places = [i for i in range(len(writing.leases)) if i not in writing.refused]
+        late = self.pool.check([writing.leases[i] for i in places])
+        errors = {places[i]: error for i, error in late.items()}
+        num_pages = sum(len(ids) for i, ids in enumerate(writing.page_ids) if i not in errors)
+        arrived: Future[Arrival] = Future()
+        arrived.set_result(
+            Arrival(
+                errors=errors,
+                num_bytes=num_pages * self.pool.page_bytes,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return arrived
+
+    def close(self) -> None:
+        """Nothing is open."""

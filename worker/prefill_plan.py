@@ -1,0 +1,88 @@
+"""How a prefill batch is cut into what can be computed at once, and how its results are put together again. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.messages import HandoffResult, PrefillBatch, PrefillItem, PrefillResult
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``start:end`` of one item of a batch, computed in one pass."""
+
+    item: int
+    start: int
+    end: int
+
+
+def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> list[list[Segment]]:
+    """Cut a batch into passes that each fit the largest bucket, in order.
+
+    A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
+    ones through their pages, so a prompt has at most one chunk in a pass.
+    """
+    passes: list[list[Segment]] = []
+    room = 0
+    for item, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            size = min(length - start, max_tokens)
+            if size > room or len(passes[-1]) == max_slots:
+                passes.append([])
+                room = max_tokens
+            passes[-1].append(Segment(item, start, start + size))
+            room -= size
+            start += size
+    return passes
+
+
+def split_batch(batch: PrefillBatch, max_pages: int, page_size: int) -> list[PrefillBatch]:
+    """Cut a batch into batches, in order, whose tokens fit into `max_pages` pages; an item alone always does."""
+    parts: list[list[PrefillItem]] = [[]]
+    room = max_pages
+    for item in batch.items:
+        num_pages = -(-item.request.num_prefill_tokens // page_size)
+        if num_pages > room and parts[-1]:
+            parts.append([])
+            room = max_pages
+        parts[-1].append(item)
+        room -= num_pages
+    return [replace(batch, items=tuple(items)) for items in parts]
+
+
+def merge_results(results: Sequence[PrefillResult]) -> PrefillResult:
+    """Put the results of a batch's parts together, in order."""
+    if len(results) == 1:
+        return results[0]
+    known = [result.handoff for result in results if result.handoff is not None]
+    return replace(
+        results[0],
+        outcomes=tuple(outcome for result in results for outcome in result.outcomes),
+        num_tokens=sum(result.num_tokens for result in results),
+        padding_tokens=sum(result.padding_tokens for result in results),
+        replays=_sum(result.replays for result in results),
+        eager_steps=_sum(result.eager_steps for result in results),
+        seconds=sum(result.seconds for result in results),
+        handoff=merge_handoffs(known) if known else None,
+        handoff_pending=any(result.handoff_pending for result in results),
+    )
+
+
+def merge_handoffs(results: Sequence[HandoffResult]) -> HandoffResult:
+    """Put what became of the pages of a batch's parts together."""
+    return replace(
+        results[0],
+        failures=tuple(failure for result in results for failure in result.failures),
+        num_bytes=sum(result.num_bytes for result in results),
+        seconds=sum(result.seconds for result in results),
+    )
+
+
+def _sum(counts: Iterator[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)

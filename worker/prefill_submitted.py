@@ -1,0 +1,154 @@
+"""A prefill batch under way: what it gives, and where its pages are."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from graphs.programs import NO_REPORT, Ticket
+from scheduler.errors import PurefillError
+from scheduler.messages import (
+    HandoffFailure,
+    HandoffResult,
+    PrefillBatch,
+    PrefillItem,
+    PrefillOutcome,
+    PrefillResult,
+    Request,
+)
+from worker.handoff.base import Arrival, Handoff, Writing
+from worker.prefill_plan import Segment
+from worker.sampling.logprobs import read_logprobs, read_prompt_report
+from worker.sequences import finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedPrefill:
+    """A batch under way."""
+
+    worker: str
+    batch: PrefillBatch
+    refused: Mapping[str, PurefillError]
+    """Why some of its items are not computed, by request id."""
+    passes: Sequence[tuple[Sequence[Segment], Ticket]]
+    prompt_reports: Mapping[str, Sequence[torch.Tensor]]
+    """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
+    handoff: Handoff
+    writing: Writing
+    arrivals: dict[int, list[Arriving]]
+    """Where the engine keeps what is still on its way when the result is there."""
+    eager_reason: str | None
+    started: float
+
+    def result(self) -> PrefillResult:
+        """Wait for the batch and return what became of its items."""
+        chosen: dict[str, PrefillOutcome] = {}
+        buckets: Counter[str] = Counter()
+        num_tokens = padding = 0
+        for segments, ticket in self.passes:
+            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
+            report = ticket.report()
+            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
+                request = self.batch.items[segment.item].request
+                chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
+            pass_tokens = sum(segment.end - segment.start for segment in segments)
+            buckets[str(ticket.bucket)] += 1
+            num_tokens += pass_tokens
+            padding += ticket.bucket.num_tokens - pass_tokens
+        seconds = time.perf_counter() - self.started
+        arriving = Arriving(
+            worker=self.worker,
+            batch_id=self.batch.batch_id,
+            items=self.batch.items,
+            transport=self.handoff.transport,
+            arrival=self.handoff.finish(self.writing),
+        )
+        failed = dict(self.refused)
+        # An error that is known now spares the client a token that would be computed again.
+        is_pending = not arriving.arrival.done()
+        if is_pending:
+            self.arrivals.setdefault(self.batch.batch_id, []).append(arriving)
+        else:
+            errors = arriving.arrival.result().errors
+            failed |= {self.batch.items[i].request.request_id: error for i, error in errors.items()}
+        eager_steps = {
+            self.eager_reason: len(self.passes),
+            "prompt_logprobs": sum(map(len, self.prompt_reports.values())),
+        }
+        return PrefillResult(
+            batch_id=self.batch.batch_id,
+            worker=self.worker,
+            outcomes=tuple(self._outcome(item.request, chosen, failed) for item in self.batch.items),
+            num_tokens=num_tokens,
+            padding_tokens=padding,
+            replays={} if self.eager_reason else dict(buckets),
+            eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
+            seconds=seconds,
+            handoff=None if is_pending else arriving.result(),
+            handoff_pending=is_pending,
+        )
+
+    def _outcome(
+        self,
+        request: Request,
+        chosen: Mapping[str, PrefillOutcome],
+        failed: Mapping[str, PurefillError],
+    ) -> PrefillOutcome:
+        error = failed.get(request.request_id)
+        if error is not None:
+            return PrefillOutcome(
+                request_id=request.request_id, error_label=error.label, error_message=str(error)
+            )
+        outcome = chosen[request.request_id]
+        report = self.prompt_reports.get(request.request_id)
+        if report is None:
+            return outcome
+        num_top = request.sampling.num_logprobs or 0
+        rows = torch.cat([*report]).cpu().numpy() if report else NO_REPORT
+        return replace(outcome, prompt_logprobs=read_prompt_report(rows, request.prompt_token_ids, num_top))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arriving:
+    """Pages on their way."""
+
+    worker: str
+    batch_id: int
+    items: Sequence[PrefillItem]
+    transport: str
+    arrival: Future[Arrival]
+
+    def result(self) -> HandoffResult:
+        """Wait for them."""
+        arrival = self.arrival.result()
+        return HandoffResult(
+            batch_id=self.batch_id,
+            worker=self.worker,
+            transport=self.transport,
+            failures=tuple(
+                HandoffFailure(
+                    request_id=self.items[i].request.request_id,
+                    error_label=error.label,
+                    error_message=str(error),
+                )
+                for i, error in arrival.errors.items()
+            ),
+            num_bytes=arrival.num_bytes,
+            seconds=arrival.seconds,
+        )
+
+
+def _chosen(request: Request, token_id: int, report: NDArray[np.int32] | None) -> PrefillOutcome:
+    return PrefillOutcome(
+        request_id=request.request_id,
+        token_id=token_id,
+        finish_reason=finish_reason(request, len(request.output_token_ids), token_id),
+        logprobs=read_logprobs(request.sampling, report, token_id),
+    )
