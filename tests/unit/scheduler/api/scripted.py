@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from scheduler.admission import Admission, Permit
-from scheduler.api.app import create_app
+from scheduler.api.app import AppSettings, create_app
+from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import RequestError
-from scheduler.messages import FinishReason, ModelInfo, Request, TokenEvent, TokenEvents
+from scheduler.messages import FinishReason, ModelInfo, Request, ServiceLoad, TokenEvent, TokenEvents
 
 END = 256
 """The end token. Tokens 0 to 255 are the bytes."""
@@ -69,16 +70,16 @@ class ScriptedEngine:
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         return self.admission.admit_text(num_requests, num_chars, 0.0, num_tokens=num_tokens)
 
-    async def abort(self, completion_id: str) -> int:
+    async def abort(self, completion_id: str, key_digest: str) -> int:
         ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
         for request_id in ids:
             self.fail(request_id, "cancelled", "the request was cancelled")
         return len(ids)
 
-    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
-        streams = self.router.open(request.request_id for request in requests)
+        stream = self.router.open([request.request_id for request in requests])
         for request in requests:
             if self.texts is not None:
                 text = self.texts[len(self.requests)]
@@ -89,7 +90,7 @@ class ScriptedEngine:
                     self.send(request.request_id, token_ids, finish_reason="length")
             self.requests.append(request)
         self.submitted.set()
-        return streams
+        return stream
 
     def send(
         self,
@@ -125,17 +126,32 @@ class ScriptedEngine:
             raise self.failure
         return "purefill_queue_requests 0\n"
 
+    async def load(self) -> ServiceLoad:
+        return ServiceLoad(num_live=3, num_waiting=2, num_waiting_tokens=50)
+
     async def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
 
+    async def check_ready(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
-def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **options: Any) -> FastAPI:
-    """Return the application, with the model named as in `MODEL` unless the options say otherwise."""
-    return create_app(engine, tokenizer, **{"model_names": (MODEL.name,), **options})
+
+CHAT = ChatTemplate(
+    "{% for message in messages %}{{ message.role[0] + ':' + message.content + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}",
+    {},
+)
 
 
-def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **settings: Any) -> ASGIApp:
+    """Return the application, with the model named as in `MODEL` unless the settings say otherwise."""
+    settings = {"model_names": (MODEL.name,), **settings}
+    return create_app(engine, tokenizer, AppSettings(**settings), chat_template=CHAT)
+
+
+def send(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:
     """Send one request and return the whole answer."""
 
     async def exchange() -> httpx.Response:
@@ -146,11 +162,11 @@ def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response
     return asyncio.run(exchange())
 
 
-def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+def complete(app: ASGIApp, **fields: Any) -> httpx.Response:
     """Send a completion request with these fields, and a model and prompt if they are not among them."""
     return post(app, json.dumps({"model": MODEL.name, "prompt": "Hi", **fields}))
 
 
-def post(app: FastAPI, body: str | bytes, content_type: str = "application/json") -> httpx.Response:
+def post(app: ASGIApp, body: str | bytes, content_type: str = "application/json") -> httpx.Response:
     """Send the body of a completion request as it is."""
     return send(app, "POST", "/v1/completions", content=body, headers={"content-type": content_type})
