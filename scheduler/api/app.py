@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from scheduler.api.auth import ApiKeys
+from scheduler.api.auth import ApiKeys, KeyGuard
 from scheduler.api.body import BodyReader, parse_as
 from scheduler.api.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from scheduler.api.chat_template import ChatTemplate
@@ -22,7 +22,7 @@ from scheduler.api.completion_protocol import CompletionRequest, CompletionRespo
 from scheduler.api.engine import Engine
 from scheduler.api.errors import INTERNAL_ERROR, error_response
 from scheduler.api.generation import GenerationStarter
-from scheduler.api.openapi import body_of, docs_page, openapi_schema, stream_of
+from scheduler.api.openapi import OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.request_log import RequestLog
 from scheduler.api.service_protocol import (
@@ -43,6 +43,7 @@ from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
 
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger(__name__)
@@ -105,23 +106,15 @@ def create_app(
         bodies=BodyReader(settings.max_body_bytes),
         settings=settings,
     )
-    keys = ApiKeys(settings.api_keys)
-
-    async def authenticate(request: Request) -> None:
-        request.state.key_digest = keys.check(request.headers.get("authorization"))
-
-    guarded: dict[str, Any] = {
-        "dependencies": [Depends(authenticate)],
-        "responses": {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
-    }
     app = FastAPI(title="purefill", version=version("purefill"), docs_url=None, redoc_url=None)
     _add_error_handlers(app)
-    app.include_router(_generation_routes(parts), **guarded)
-    app.include_router(_model_routes(parts), **guarded)
-    app.include_router(_token_routes(parts), **guarded)
-    app.include_router(_service_routes(engine))
+    # Onto the application itself: routers that it includes cost each request a search.
+    _add_generation_routes(app, parts)
+    _add_model_routes(app, parts)
+    _add_token_routes(app, parts)
+    _add_service_routes(app, engine)
     _add_docs(app)
-    asgi: ASGIApp = RequestLog(app)
+    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), OPEN_PATHS))
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,
@@ -133,9 +126,8 @@ def create_app(
     return asgi
 
 
-def _generation_routes(parts: _Parts) -> APIRouter:
-    """Return the routes that compute tokens, and the one that stops them."""
-    router = APIRouter(prefix="/v1")
+def _add_generation_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes that compute tokens, and the one that stops them."""
 
     async def generate(body: GenerationRequest, request: Request) -> Response:
         generation = await parts.starter.start(body, request.state.key_digest)
@@ -148,27 +140,27 @@ def _generation_routes(parts: _Parts) -> APIRouter:
             await generation.close()
         return Response(answer, media_type="application/json")
 
-    @router.post(
-        "/completions",
+    @app.post(
+        "/v1/completions",
         response_model=CompletionResponse,
-        responses=stream_of(CompletionResponse),
+        responses=ERRORS | stream_of(CompletionResponse),
         openapi_extra=body_of(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:
         """Complete each prompt, as one answer or as a stream of server-sent events."""
         return await generate(await parts.bodies.parse(request, CompletionRequest), request)
 
-    @router.post(
-        "/chat/completions",
+    @app.post(
+        "/v1/chat/completions",
         response_model=ChatResponse,
-        responses=stream_of(ChatChunk),
+        responses=ERRORS | stream_of(ChatChunk),
         openapi_extra=body_of(ChatRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation, as one answer or as a stream of server-sent events."""
         return await generate(await parts.bodies.parse(request, ChatRequest), request)
 
-    @router.delete("/requests/{completion_id}")
+    @app.delete("/v1/requests/{completion_id}", responses=ERRORS)
     async def delete_request(completion_id: str, request: Request) -> DeletedRequest:
         """Cancel a completion or chat that runs, by the `id` of its answer or of its chunks."""
         num_sequences = await parts.engine.abort(completion_id, request.state.key_digest)
@@ -176,24 +168,21 @@ def _generation_routes(parts: _Parts) -> APIRouter:
             raise RequestNotFoundError(f"no request {completion_id} is running", param="completion_id")
         return DeletedRequest(id=completion_id)
 
-    return router
 
-
-def _model_routes(parts: _Parts) -> APIRouter:
-    """Return the routes that say what is served."""
+def _add_model_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes that say what is served."""
     created = int(time.time())
     cards = {
         name: ModelCard(id=name, created=created, max_model_len=parts.engine.model.max_model_len)
         for name in parts.settings.model_names
     }
-    router = APIRouter(prefix="/v1")
 
-    @router.get("/models")
+    @app.get("/v1/models", responses=ERRORS)
     async def list_models() -> ModelList:
         """List the names of the served model."""
         return ModelList(data=list(cards.values()))
 
-    @router.get("/models/{model_id:path}")
+    @app.get("/v1/models/{model_id:path}", responses=ERRORS)
     async def retrieve_model(model_id: str) -> ModelCard:
         """Return one of the names of the served model."""
         if model_id not in cards:
@@ -202,12 +191,9 @@ def _model_routes(parts: _Parts) -> APIRouter:
             )
         return cards[model_id]
 
-    return router
 
-
-def _token_routes(parts: _Parts) -> APIRouter:
-    """Return the routes of the tokenizer."""
-    router = APIRouter()
+def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes of the tokenizer."""
 
     def tokenizer_for(model: str | None) -> Tokenizer:
         parts.starter.check_model(model)
@@ -215,7 +201,7 @@ def _token_routes(parts: _Parts) -> APIRouter:
             raise InvalidRequestError("the served model has no tokenizer", param="model")
         return parts.tokenizer
 
-    @router.post("/tokenize", openapi_extra=body_of(TokenizeTextRequest, TokenizeChatRequest))
+    @app.post("/tokenize", responses=ERRORS, openapi_extra=body_of(TokenizeTextRequest, TokenizeChatRequest))
     async def tokenize(request: Request) -> TokenizeResponse:
         """Return the tokens of a text, or of a conversation in the model's chat template."""
         value = await parts.bodies.read(request)
@@ -236,7 +222,7 @@ def _token_routes(parts: _Parts) -> APIRouter:
             token_strs=texts if body.return_token_strs else None,
         )
 
-    @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    @app.post("/detokenize", responses=ERRORS, openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> DetokenizeResponse:
         """Return the text of tokens."""
         body = await parts.bodies.parse(request, DetokenizeRequest)
@@ -245,35 +231,32 @@ def _token_routes(parts: _Parts) -> APIRouter:
         text = await tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return DetokenizeResponse(prompt=text)
 
-    return router
 
-
-def _service_routes(engine: Engine) -> APIRouter:
-    """Return the routes for those who run the service."""
-    router = APIRouter(responses={503: {"model": ErrorResponse}})
+def _add_service_routes(app: FastAPI, engine: Engine) -> None:
+    """Add the routes for those who run the service."""
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health")
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """Answer 200 while the process serves, 503 once it knows that the scheduler is gone."""
         await engine.check_health()
         return Response()
 
-    @router.head("/ready", include_in_schema=False)
-    @router.get("/ready")
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses=ERRORS)
     async def ready() -> Response:
         """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason."""
         await engine.check_ready()
         return Response()
 
-    @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics", response_class=PlainTextResponse)
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics of the service in Prometheus' text format."""
         return Response(await engine.metrics(), media_type=METRICS_MEDIA_TYPE)
 
-    @router.get("/load")
+    @app.get("/load", responses=ERRORS)
     async def load() -> LoadResponse:
         """Return how much the service has to do."""
         state = await engine.load()
@@ -283,12 +266,10 @@ def _service_routes(engine: Engine) -> APIRouter:
             queue_tokens=state.num_waiting_tokens,
         )
 
-    @router.get("/version")
+    @app.get("/version")
     async def show_version() -> VersionResponse:
         """Return the version of purefill."""
         return VersionResponse(version=version("purefill"))
-
-    return router
 
 
 def _add_docs(app: FastAPI) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
+import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -131,7 +131,7 @@ def make_requests(
     requests: list[Request] = []
     check_vocabulary(body.stop_token_ids, model, "stop_token_ids", "stop_token_ids")
     check_vocabulary(tuple(i for i, _ in body.logit_bias), model, "logit_bias", "logit_bias")
-    nonce = secrets.token_hex(4)  # A client may use its own id twice.
+    nonce = f"{random.getrandbits(32):08x}"  # A client may use its own id twice.
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}" if len(prompts) > 1 else "prompt"
         max_tokens = _max_tokens(body, len(prompt.token_ids), model, where)
@@ -159,7 +159,7 @@ def choice_seed(seed: int | None, choice: int) -> int:
     common. The prompts of one request do not enter: each is answered as it would be alone.
     """
     if seed is None:
-        return secrets.randbits(63)
+        return random.getrandbits(63)
     if choice:
         digest = hashlib.sha256(f"{seed}:{choice}".encode()).digest()
         seed = int.from_bytes(digest[:8], "big")

@@ -23,7 +23,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-_OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/version")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/version", "/docs", "/openapi.json")
 """Need no API key."""
 
 
@@ -53,7 +53,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     components["schemas"] = {**definitions.get("$defs", {}), **components.get("schemas", {})}
     components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
-        if path not in _OPEN_PATHS:
+        if path not in OPEN_PATHS:
             for operation in operations.values():
                 operation["security"] = [{"ApiKey": []}, {}]
     return schema

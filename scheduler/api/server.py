@@ -24,6 +24,8 @@ from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEv
 
 _BACKLOG = 2048
 _STOP_TIMEOUT_S = 3
+_KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients keep theirs, so that none is closed as it is used."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class ApiServer:
                 access_log=False,
                 log_config=None,
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,
                 ssl_certfile=config.tls_cert_file,
                 ssl_keyfile=config.tls_key_file,

@@ -59,6 +59,10 @@ class ScriptedEngine:
         self.router = TokenRouter()
         self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
 
+    def restart(self, texts: Sequence[str]) -> None:
+        """Forget what was asked so far, and answer with these texts."""
+        self.texts, self.requests = texts, []
+
     @property
     def name(self) -> str:
         return "api-0"

@@ -188,6 +188,8 @@ def test_a_seed_is_in_range_and_repeatable(seed: int, choice: int) -> None:
     assert choice_seed(seed, choice) == choice_seed(seed, choice)
 
 
+SHARED: dict[str, tuple[ScriptedEngine, ASGIApp]] = {}
+"""An application takes longer to make than a hundred requests."""
 TEXTS = st.text(alphabet="ab\n\u2028é🦩", max_size=10).filter(bool)
 
 
@@ -199,12 +201,16 @@ TEXTS = st.text(alphabet="ab\n\u2028é🦩", max_size=10).filter(bool)
 def test_plain_and_streamed_answers_agree(
     bytes_tokenizer: Tokenizer, texts: list[tuple[str, bool]], stops: list[str], min_tokens: int
 ) -> None:
+    if "app" not in SHARED:
+        engine = ScriptedEngine()
+        SHARED["app"] = engine, app_over(engine, bytes_tokenizer)
+    engine, app = SHARED["app"]
     script = [text + "<end>" * stopped for text, stopped in texts]
     fields = {"n": len(script), "stop": stops, "min_tokens": min_tokens}
-    answer = complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields).json()
-    *chunks, usage = events(
-        complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields, **STREAM_USAGE).text
-    )
+    engine.restart(script)
+    answer = complete(app, **fields).json()
+    engine.restart(script)
+    *chunks, usage = events(complete(app, **fields, **STREAM_USAGE).text)
     assert usage["usage"] == answer["usage"]
     assert ended(chunks) == {
         choice["index"]: (choice["text"], choice["finish_reason"]) for choice in answer["choices"]
