@@ -94,20 +94,13 @@ class DecodeEngine:
         error: PurefillError | None = self._pool.check([start.lease]).get(0)
         try:
             sequence.state = self._runner.track(request)
+            if sequence.state is not None:
+                sequence.state.accept(start.first_token_id)
         except InvalidRequestError as invalid:
             error = invalid
         if error is not None:
-            event = TokenEvent(
-                request_id=request.request_id,
-                index=sequence.num_outputs,
-                error_label=error.label,
-                error_message=str(error),
-            )
-            self._failed.append((request.api_server, event))
-            self._released.append(sequence.ref)
+            self._fail(sequence, error)
             return
-        if sequence.state is not None:
-            sequence.state.accept(start.first_token_id)
         self._running[sequence.ref] = sequence
 
     def cancel(self, ref: SequenceRef) -> None:
@@ -146,15 +139,30 @@ class DecodeEngine:
             finish_reason=reason,
             logprobs=read_logprobs(request.sampling, report, token),
         )
-        if sequence.state is not None:
-            sequence.state.accept(token)
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1
         sequence.newest_token = token
-        if reason is not None:
+        if reason is None and sequence.state is not None:
+            try:
+                sequence.state.accept(token)
+            except InvalidRequestError as error:
+                self._fail(sequence, error)
+                del self._running[sequence.ref]
+        elif reason is not None:
             del self._running[sequence.ref]
             outcome.released.append(sequence.ref)
+
+    def _fail(self, sequence: _Sequence, error: PurefillError) -> None:
+        """Report with the next step that a sequence ends with an error."""
+        event = TokenEvent(
+            request_id=sequence.request.request_id,
+            index=sequence.num_outputs,
+            error_label=error.label,
+            error_message=str(error),
+        )
+        self._failed.append((sequence.request.api_server, event))
+        self._released.append(sequence.ref)
 
 
 def _slot(sequence: _Sequence) -> SlotInput:

@@ -17,6 +17,7 @@ from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, S
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
+from worker.grammar import Grammars
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
@@ -45,11 +46,13 @@ class ModelSource:
 class Model:
     """A decoder-only transformers model whose attention reads and writes KV pages."""
 
-    def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo) -> None:
+    def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo, folder: Path) -> None:
         self._model = model
         self._compiled: Callable[[BatchInputs, KVPool], torch.Tensor] | None = None
         self.kv_spec = kv_spec
         self.info = info
+        self.grammars = Grammars(folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        """What requests with a grammar need of the model's tokenizer."""
 
     @property
     def weights_bytes(self) -> int:
@@ -154,7 +157,7 @@ def load_model(source: ModelSource) -> Model:
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
-    loaded = Model(model, kv_spec, info)
+    loaded = Model(model, kv_spec, info, source.folder)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
 

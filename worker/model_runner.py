@@ -72,7 +72,7 @@ class ModelRunner:
 
         Raises `InvalidRequestError` that names the field if a setting is none that can be computed.
         """
-        return track(request, vocab_size=self._model.info.vocab_size)
+        return track(request, self._model.grammars, vocab_size=self._model.info.vocab_size)
 
     @torch.inference_mode()
     def report_prompt(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> list[torch.Tensor]:

@@ -11,18 +11,22 @@ from graphs.layout import MAX_BANNED_IDS, SlotInput
 from graphs.shaping import MAX_LOGIT_BIAS, SlotShaping
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import Request, SamplingParams
+from worker.grammar import GrammarMatcher, Grammars
 from worker.sampling.logprobs import MAX_LOGPROBS
 
 
 class OutputState:
-    """Follows the tokens of a sequence with penalties, biases or min-p.
+    """Follows the tokens of a sequence with penalties, biases, min-p or a grammar.
 
-    The sequence's owner calls `accept` with each token as soon as the host has it. A pass may be started when the
-    token that it begins with is not known here yet: that one is taken from where the device put it.
+    The sequence's owner calls `accept` with each token as soon as the host has it. Without a grammar, a pass may be
+    started when the token that it begins with is not known here yet: that one is taken from where the device put it.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        """`matcher` is at the beginning of the output. Raises `InvalidRequestError` if no token can follow."""
         sampling = request.sampling
+        self._matcher = matcher
+        self._num_outputs = len(request.output_token_ids)
         self._sampling = sampling
         self._num_prompt = len(request.prompt_token_ids)
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int32)
@@ -34,12 +38,34 @@ class OutputState:
             self._tokens = np.empty(max(request.max_total_tokens, len(known)), np.int32)
             self._tokens[: len(known)] = known
             self._num_tokens = len(known)
+        self._allowed: NDArray[np.int32] | None = None
+        if matcher is not None:
+            self._follow(matcher, request.output_token_ids)
 
     def accept(self, token_id: int) -> None:
-        """Take note of the next token of the output."""
+        """Take note of the next token of the output, after which there will be another.
+
+        Raises `InvalidRequestError` if no token can follow.
+        """
+        self._num_outputs += 1
         if self._tokens is not None:
             self._tokens[self._num_tokens] = token_id
             self._num_tokens += 1
+        if self._matcher is not None:
+            self._follow(self._matcher, (token_id,))
+
+    def _follow(self, matcher: GrammarMatcher, token_ids: Sequence[int]) -> None:
+        if token_ids:
+            matcher.accept(token_ids)
+        allowed = matcher.allowed()
+        if self._num_outputs < self._sampling.min_tokens:
+            longer = allowed.copy()
+            bits = longer.view(np.uint32)
+            for token in self._sampling.stop_token_ids:
+                bits[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
+            # What is complete ends, however short it is.
+            allowed = longer if longer.any() else allowed
+        self._allowed = allowed
 
     def shaping(self, num_cached: int) -> SlotShaping:
         """Return the shaping of a pass over what follows the first `num_cached` tokens."""
@@ -57,16 +83,19 @@ class OutputState:
             bias_values=self._bias_values,
             num_prompt=self._num_prompt,
             history=history,
+            allowed=self._allowed,
         )
 
 
-def track(request: Request, *, vocab_size: int) -> OutputState | None:
+def track(request: Request, grammars: Grammars, *, vocab_size: int) -> OutputState | None:
     """Return what must be known of a sequence's tokens, those in the request included; None if nothing.
 
     Raises `InvalidRequestError` that names the field if a setting is none that can be computed.
     """
     sampling = request.sampling
     _check(sampling, vocab_size)
+    if sampling.grammar is not None:
+        return OutputState(request, grammars.matcher(sampling.grammar))
     is_shaped = _is_penalised(sampling) or bool(sampling.logit_bias) or sampling.min_p > 0
     return OutputState(request) if is_shaped else None
 
@@ -90,6 +119,8 @@ def slot_input(
     `state` is that of the sequence, if it has one and the pass's choice is wanted.
     """
     sampling = request.sampling
+    # A grammar's mask has it in already, where the grammar lets the output go on.
+    is_too_short = output_index < sampling.min_tokens and sampling.grammar is None
     return SlotInput(
         token_ids=token_ids,
         num_cached=num_cached,
@@ -99,7 +130,7 @@ def slot_input(
         top_k=sampling.top_k,
         seed=sampling.seed,
         output_index=output_index,
-        banned_ids=sampling.stop_token_ids if output_index < sampling.min_tokens else (),
+        banned_ids=sampling.stop_token_ids if is_too_short else (),
         shaping=None if state is None else state.shaping(num_cached),
         reported=sampling.num_logprobs is not None,
     )

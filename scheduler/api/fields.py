@@ -13,7 +13,7 @@ from scheduler.errors import InvalidRequestError
 MAX_PROMPTS = 128
 MAX_STOPS = 4
 MAX_STOP_TOKENS = 128
-MAX_BIASED_TOKENS = 1024
+MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100
 
 STRICT = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)

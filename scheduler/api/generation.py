@@ -64,9 +64,10 @@ class GenerationStarter:
         """
         self.check_model(body.model)
         if body.grammar is not None:
-            if self._tokenizer is None:
+            if self._tokenizer is None or not self._engine.model.eos_token_ids:
                 raise InvalidRequestError(
-                    f"{body.grammar_param} needs a model with a tokenizer", param=body.grammar_param
+                    f"{body.grammar_param} needs a model with a tokenizer and an end token",
+                    param=body.grammar_param,
                 )
             await self._grammars.check(body.grammar, body.grammar_param)
         is_chat = isinstance(body, ChatRequest)

@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"1": "x"}}, "logit_bias", "numbers from -100 to 100 as its values, got 'x'"),
     ({"logit_bias": [1]}, "logit_bias", "must be an object"),
     ({"logit_bias": {"300": 1}}, "logit_bias", "token id 300 at position 0, out of vocabulary"),
-    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024 tokens, got 1025"),
+    ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias", "at most 300 tokens, got 301"),
     ({"stop_token_ids": ["x"]}, "stop_token_ids", "must be a list of token ids"),
     ({"stop_token_ids": [300]}, "stop_token_ids", "out of vocabulary"),
     ({"logprobs": -1}, "logprobs", "logprobs must be >= 0, got -1"),
