@@ -27,6 +27,9 @@ OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/version", "/docs", "/o
 """Need no API key."""
 
 
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
 def body_of(*models: type[BaseModel]) -> dict[str, Any]:
     """Return what a route's schema says of the body that it reads itself: one of these models."""
     schemas = [{"$ref": _REF.format(model=model.__name__)} for model in models]
@@ -50,13 +53,26 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     schema: dict[str, Any] = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, definitions = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REF)
     components = schema.setdefault("components", {})
-    components["schemas"] = {**definitions.get("$defs", {}), **components.get("schemas", {})}
+    bodies = _with_json_limits(definitions.get("$defs", {}))
+    components["schemas"] = {**bodies, **components.get("schemas", {})}
     components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
         if path not in OPEN_PATHS:
             for operation in operations.values():
                 operation["security"] = [{"ApiKey": []}, {}]
     return schema
+
+
+def _with_json_limits(part: Any) -> Any:
+    """Return a schema with JSON schema's names for limits, where pydantic left its own.
+
+    It does so where a limit follows a function that changes the value.
+    """
+    if isinstance(part, list):
+        return [_with_json_limits(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    return {_LIMITS.get(name, name): _with_json_limits(value) for name, value in part.items()}
 
 
 def docs_page(schema: dict[str, Any]) -> str:

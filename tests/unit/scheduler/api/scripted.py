@@ -19,7 +19,16 @@ from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import RequestError
-from scheduler.messages import FinishReason, ModelInfo, Request, ServiceLoad, TokenEvent, TokenEvents
+from scheduler.messages import (
+    FinishReason,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    ServiceLoad,
+    TokenEvent,
+    TokenEvents,
+    TokenLogprobs,
+)
 
 END = 256
 """The end token. Tokens 0 to 255 are the bytes."""
@@ -42,6 +51,13 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder / "tokenizer.json")
 
 
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Tokens 65, 66, ... are the likeliest: token 65 + i has the logprob -(i + 1). Others have -9.5."""
+    top = tuple((65 + i, -1.0 - i) for i in range(num_top))
+    logprob = 64.0 - token_id if 65 <= token_id < 70 else -9.5
+    return TokenLogprobs(token_id=token_id, logprob=logprob, top=top)
+
+
 class ScriptedEngine:
     """Accepts everything, unless `refusal` is set, and answers request number i with the text `texts[i]`.
 
@@ -54,6 +70,8 @@ class ScriptedEngine:
         self.refusal: RequestError | None = None
         self.failure: RequestError | None = None
         self.requests: list[Request] = []
+        self._sampling: dict[str, SamplingParams] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
         self.submitted = asyncio.Event()
         self.cancelled: list[str] = []
         self.router = TokenRouter()
@@ -85,6 +103,8 @@ class ScriptedEngine:
             raise self.refusal
         stream = self.router.open([request.request_id for request in requests])
         for request in requests:
+            self._sampling[request.request_id] = request.sampling
+            self._prompts[request.request_id] = request.prompt_token_ids
             if self.texts is not None:
                 text = self.texts[len(self.requests)]
                 token_ids = list(text.removesuffix("<end>").encode())
@@ -106,12 +126,19 @@ class ScriptedEngine:
     ) -> None:
         """Deliver tokens; the first has the index `start`, the last one the finish reason."""
         last = len(token_ids) - 1
+        num_top = self._sampling[request_id].num_logprobs
+        prompt_logprobs = None
+        if start == 0 and num_top is not None and self._sampling[request_id].prompt_logprobs:
+            rest = self._prompts[request_id][1:]
+            prompt_logprobs = (None, *(logprobs_of(token_id, num_top) for token_id in rest))
         events = tuple(
             TokenEvent(
                 request_id=request_id,
                 index=start + i,
                 token_id=token_id,
                 finish_reason=finish_reason if i == last else None,
+                logprobs=None if num_top is None else logprobs_of(token_id, num_top),
+                prompt_logprobs=prompt_logprobs if i == 0 else None,
             )
             for i, token_id in enumerate(token_ids)
         )
@@ -169,6 +196,21 @@ def send(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response
 def complete(app: ASGIApp, **fields: Any) -> httpx.Response:
     """Send a completion request with these fields, and a model and prompt if they are not among them."""
     return post(app, json.dumps({"model": MODEL.name, "prompt": "Hi", **fields}))
+
+
+def events(body: str) -> list[Any]:
+    """The JSON of each server-sent event; checks the framing, and that the last one is [DONE]."""
+    *frames, done, rest = body.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(frame.startswith("data: ") and frame.isascii() for frame in frames)
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def chat(app: ASGIApp, **fields: Any) -> httpx.Response:
+    """Send a chat request with these fields, and a model and message if they are not among them."""
+    body = {"model": MODEL.name, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    headers = {"content-type": "application/json"}
+    return send(app, "POST", "/v1/chat/completions", content=json.dumps(body), headers=headers)
 
 
 def post(app: ASGIApp, body: str | bytes, content_type: str = "application/json") -> httpx.Response:

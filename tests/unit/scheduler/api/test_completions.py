@@ -16,17 +16,9 @@ from starlette.types import ASGIApp
 from scheduler.api.generation import choice_seed
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import SamplingParams
-from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, send
+from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, events, send
 
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def events(body: str) -> list[Any]:
-    """The JSON of each server-sent event; checks the framing, and that the last one is [DONE]."""
-    *frames, done, rest = body.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert all(frame.startswith("data: ") and frame.isascii() for frame in frames)
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
 def stream_of(app: ASGIApp, **fields: Any) -> list[Any]:
