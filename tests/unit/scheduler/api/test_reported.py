@@ -211,3 +211,36 @@ def test_special_tokens_have_text_if_asked(bytes_tokenizer: Tokenizer) -> None:
     fields = {"prompt": [65, END], "echo": True}
     assert choices(bytes_tokenizer, **fields)[0]["text"] == "ABCx"
     assert choices(bytes_tokenizer, skip_special_tokens=False, **fields)[0]["text"] == "A<end>BCx"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 5])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompt", ["Hi", ["Hi", "You"], [72, 105], [[72, 105], [89, 111, 117]]])
+def test_all_combinations(
+    bytes_tokenizer: Tokenizer, stream: bool, echo: bool, logprobs: int | None, n: int, prompt: Any
+) -> None:
+    texts = ["Hi"] if prompt in ("Hi", [72, 105]) else ["Hi", "You"]
+    fields = {"prompt": prompt, "n": n, "logprobs": logprobs, "echo": echo}
+    app = app_over(ScriptedEngine(["BCx"] * 4), bytes_tokenizer)
+    if stream:
+        answer = complete(app, stream=True, stream_options={"include_usage": True}, **fields)
+        *chunks, last = events(answer.raise_for_status().text)
+        usage, parts = last["usage"], [chunk["choices"][0] for chunk in chunks]
+    else:
+        body = complete(app, **fields).raise_for_status().json()
+        usage, parts = body["usage"], body["choices"]
+    whole = dict.fromkeys(range(len(texts) * n), "")
+    tops: dict[int, list[Any]] = {index: [] for index in whole}
+    for part in parts:
+        whole[part["index"]] += part["text"]
+        tops[part["index"]] += part["logprobs"]["top_logprobs"] if part["logprobs"] else []
+    assert list(whole.values()) == [text * echo + "BCx" for text in texts for _ in range(n)]
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"] * len(whole)
+    assert usage["prompt_tokens"] == sum(map(len, texts))
+    for index, entries in tops.items():
+        num_echoed = len(texts[index // n]) if echo else 0
+        assert len(entries) == (0 if logprobs is None else 3 + num_echoed)
+        assert all(entry is None or 5 <= len(entry) <= 6 for entry in entries)
+        assert [entry is None for entry in entries] == [i == 0 and echo for i in range(len(entries))]
