@@ -232,9 +232,8 @@ class PurefillClient:
             sampling=SamplingParams(max_tokens=1),
         )
         with self._client.admit(1, 0, len(prompt)):
-            (stream,) = await self._client.submit([request])
-        async for _ in stream:
-            pass
+            stream = await self._client.submit([request])
+        await stream.read()
 
 
 class Purefill:

@@ -32,18 +32,25 @@ from scheduler.errors import ConfigError, OverloadedError
 from scheduler.fleet import Fleet
 from scheduler.messages import (
     RAY_NAMESPACE,
+    AbortReply,
     DecodeWorkerInfo,
     Heartbeat,
     PrefillResult,
     PrefillWorkerInfo,
     Request,
+    ServiceLoad,
     StepReport,
     SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
+from scheduler.readiness import ProgressWatch
 from scheduler.workers import WorkerKind, WorkerTemplate
 
 _LOG = logging.getLogger(__name__)
+
+_STALL_S = 60.0
+"""The longest prompts take a prefill worker on the CPU some ten seconds."""
+_PING_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,9 @@ class Scheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._fleet = Fleet(config.worker_template)
         self._leaving: dict[str, asyncio.Future[None]] = {}
+        self._progress = ProgressWatch(_STALL_S)
+        self._lost: set[str] = set()
+        self._pings: dict[str, asyncio.Task[bool]] = {}
 
     def __repr__(self) -> str:
         return "Scheduler"
@@ -139,11 +149,24 @@ class Scheduler:
         """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
         self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
 
-    async def abort(self, completion_id: str) -> int:
-        """End all sequences of a completion, whoever asked for it; return how many there were."""
-        num_sequences = self._core.abort(completion_id, time.monotonic())
+    async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
+        """End all sequences of a completion that was asked for with this API key."""
+        reply = self._core.abort(completion_id, key_digest, time.monotonic())
         self._pump()
-        return num_sequences
+        return reply
+
+    async def load(self) -> ServiceLoad:
+        """Return how much there is to do."""
+        return ServiceLoad(
+            num_live=self._core.num_live,
+            num_waiting=self._core.num_waiting,
+            num_waiting_tokens=self._core.num_waiting_tokens,
+        )
+
+    async def not_ready(self) -> str | None:
+        """Return why no progress is to be expected, or None if it is."""
+        dead = await self._dead_workers()
+        return f"{', '.join(dead)} died" if dead else self._progress.problem(time.monotonic())
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""
@@ -154,6 +177,7 @@ class Scheduler:
 
     async def step_done(self, report: StepReport) -> None:
         """A decode worker made a step."""
+        self._progress.progressed(time.monotonic())
         self._core.step_done(report, time.monotonic())
         self._pump()
 
@@ -175,6 +199,7 @@ class Scheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._progress.update(self._core.num_live, now)
         wake_at = self._core.wake_at()
         if wake_at is not None and wake_at > now:
             self._timer = asyncio.get_running_loop().call_later(wake_at - now, self._pump)
@@ -206,6 +231,7 @@ class Scheduler:
             _LOG.exception("batch %d: %s", action.batch.batch_id, message)
             self._core.prefill_failed(action.worker, message, time.monotonic())
         else:
+            self._progress.progressed(time.monotonic())
             self._core.prefill_done(result, time.monotonic())
             if result.handoff_pending:
                 self._spawn(self._hand_off(result))
@@ -239,6 +265,7 @@ class Scheduler:
         """A worker died."""
         self._core.worker_lost(name, time.monotonic())
         self._fleet.forget(name)
+        self._lost.add(name)
         self._is_gone(name)
 
     def _is_gone(self, name: str) -> None:
@@ -255,6 +282,27 @@ class Scheduler:
             _LOG.error("%s stopped: %s", worker, _cause(error))
             self._worker_lost(worker)
             self._pump()
+
+    async def _dead_workers(self) -> list[str]:
+        """Ask every worker for a sign of life; return those that are known to be dead.
+
+        A busy one answers late. It gets no second question before it has answered the first.
+        """
+        self._pings = {name: ping for name, ping in self._pings.items() if name in self._fleet}
+        for name in self._fleet:
+            if name not in self._pings or self._pings[name].done():
+                self._pings[name] = asyncio.create_task(self._lives(name))
+        if self._pings:
+            await asyncio.wait(self._pings.values(), timeout=_PING_TIMEOUT_S)
+        silent = {name for name, ping in self._pings.items() if ping.done() and not ping.result()}
+        return sorted(self._lost | silent)
+
+    async def _lives(self, name: str) -> bool:
+        try:
+            await self._handle(name).__ray_ready__.remote()
+        except (RayActorError, ValueError):  # ValueError: Ray knows no actor of that name any more
+            return False
+        return True
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:

@@ -160,6 +160,17 @@ class ServeConfig(BaseModel):
         repr=False,
         description="key that clients must send; may be repeated (PUREFILL_API_KEYS: comma separated)",
     )
+    max_body_size: Size = Field(16 * 2**20, description="largest body of a request, such as 16MiB; else 413")
+    request_timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="longest that a request may take; else 504"
+    )
+    cors_origin: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="origin whose web pages may call the API, or *; may be repeated"
+    )
+    tls_cert_file: str | None = Field(
+        None, min_length=1, description="certificate to serve HTTPS with, in PEM form"
+    )
+    tls_key_file: str | None = Field(None, min_length=1, description="its private key, if in another file")
     max_queued_requests: int = Field(1024, ge=1, description="waiting requests beyond which new ones get 429")
     max_queued_tokens: int = Field(
         1_048_576, ge=1, description="tokens of waiting prompts beyond which new ones get 429"
@@ -172,10 +183,10 @@ class ServeConfig(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     dashboard_port: Port = Field(0, description="port of the Ray dashboard; 0: 8265 or the next free one")
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "cors_origin", mode="before")
     @classmethod
-    def _split_keys(cls, value: object) -> object:
-        return [key.strip() for key in value.split(",")] if isinstance(value, str) else value
+    def _split_list(cls, value: object) -> object:
+        return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("journal")
     @classmethod
@@ -202,6 +213,8 @@ class ServeConfig(BaseModel):
                 f"max_batch_requests must be <= max_num_seqs, which is {self.max_num_seqs}, "
                 f"got {self.max_batch_requests}"
             )
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ConfigError("tls_key_file needs tls_cert_file")
         if self.max_capture_tokens is not None and self.graph_config.capture_tokens is not None:
             raise ConfigError("max_capture_tokens and graph_config.capture_tokens cannot both be set")
         if self.max_model_len is not None and self.max_queued_tokens < self.max_model_len:

@@ -24,6 +24,7 @@ from scheduler.errors import (
 from scheduler.intake import check_group, check_room
 from scheduler.live import LiveRequest, RequestState
 from scheduler.messages import (
+    AbortReply,
     DecodeStart,
     DecodeWorkerInfo,
     HandoffResult,
@@ -162,13 +163,14 @@ class SchedulerCore:
                 self._cancel_decode(entry)
             self._end(entry, "cancelled", now)
 
-    def abort(self, completion_id: str, now: float) -> int:
-        """End all sequences of a completion on somebody else's wish, and tell its ApiServer; return how many."""
+    def abort(self, completion_id: str, key_digest: str, now: float) -> AbortReply:
+        """End all sequences of a completion that were asked for with an API key, and tell their ApiServer."""
         entries = [e for e in self._entries.values() if e.request.completion_id == completion_id]
-        for entry in entries:
+        own = [e for e in entries if e.request.tenant.startswith(f"{key_digest}/")]
+        for entry in own:
             self._tell(entry, RequestCancelledError.label, "the request was cancelled")
             self.cancel(entry.request.request_id, now)
-        return len(entries)
+        return AbortReply(num_sequences=len(own), num_foreign=len(entries) - len(own))
 
     def queue_state(self, now: float) -> QueueState:
         """Return what waits, and how fast the queue drains."""

@@ -6,12 +6,16 @@
     ├── RequestError              a request ends badly; `status` and `error_type` make the HTTP answer
     │   ├── InvalidRequestError        400  a field is wrong; names the field and its limit
     │   ├── AuthenticationError        401  no or wrong API key
+    │   ├── PermissionDeniedError      403  the API key is known, but has no right to this
     │   ├── ModelNotFoundError         404  no such model
     │   ├── RequestNotFoundError       404  no such request runs
+    │   ├── BodyTimeoutError           408  the client sends its body too slowly
+    │   ├── BodyTooLargeError          413  the body is larger than this service takes
     │   ├── OverloadedError            429  the queue is full; carries `retry_after_s`
     │   ├── RequestCancelledError      499  the client or an operator cancelled it
     │   ├── WorkerFailedError          500  the worker could not compute it
-    │   └── UnavailableError           503  starting, draining, or a part is down
+    │   ├── UnavailableError           503  starting, draining, or a part is down
+    │   └── RequestTimeoutError        504  it took longer than this service gives a request
     ├── HandoffError              KV pages could not be brought to their decode worker
     └── StaleLeaseError           a KV page was touched under an epoch that is no longer its own
 
@@ -87,6 +91,15 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(RequestError):
+    """The API key is known, but what it asks for belongs to another."""
+
+    label = "permission_denied"
+    status = 403
+    error_type = "permission_error"
+    code = "permission_denied"
+
+
 class ModelNotFoundError(RequestError):
     """The request names a model that this service does not serve."""
 
@@ -103,6 +116,24 @@ class RequestNotFoundError(RequestError):
     status = 404
     error_type = "invalid_request_error"
     code = "request_not_found"
+
+
+class BodyTimeoutError(RequestError):
+    """The client took too long to send the body."""
+
+    label = "body_timeout"
+    status = 408
+    error_type = "invalid_request_error"
+    code = "body_timeout"
+
+
+class BodyTooLargeError(RequestError):
+    """The body of the request has more bytes than this service takes."""
+
+    label = "body_too_large"
+    status = 413
+    error_type = "invalid_request_error"
+    code = "body_too_large"
 
 
 class OverloadedError(RequestError):
@@ -139,6 +170,15 @@ class UnavailableError(RequestError):
     label = "unavailable"
     status = 503
     error_type = "service_unavailable"
+
+
+class RequestTimeoutError(RequestError):
+    """The request took longer than this service gives it."""
+
+    label = "timeout"
+    status = 504
+    error_type = "timeout_error"
+    code = "request_timeout"
 
 
 def _request_errors(base: type[RequestError]) -> list[type[RequestError]]:

@@ -95,7 +95,7 @@ class Request:
     ttft_slo_s: float | None = None
     """Wished time from arrival to first token."""
     tenant: str = ""
-    """Whose request it is, for fairness: a digest of the API key, or the `user` field."""
+    """Whose request it is, for fairness: a digest of the API key, a slash, and the `user` field."""
     completion_id: str = ""
     """What the client knows it by: the sequences of one completion share it."""
 
@@ -131,6 +131,27 @@ class QueueState:
     requests_per_s: float | None = None
     """How fast requests left the queue of late, while any waited. None: not known yet."""
     tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReply:
+    """What the scheduler ended on somebody's wish."""
+
+    num_sequences: int
+    num_foreign: int
+    """Sequences of that completion id which it left alone, as they belong to another API key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLoad:
+    """How much the service has to do."""
+
+    num_live: int
+    """Sequences that have not ended, those in the queue included."""
+    num_waiting: int
+    """Sequences in the queue."""
+    num_waiting_tokens: int
+    """Tokens of the sequences in the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from scheduler.actor import Scheduler, SchedulerConfig
+from scheduler.api.app import AppSettings
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
@@ -249,7 +251,17 @@ def _api_config(
         model=decode.model,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        api_keys=config.api_key,
+        settings=AppSettings(
+            model_names=(decode.model.name,),
+            api_keys=config.api_key,
+            max_body_bytes=config.max_body_size,
+            request_timeout_s=config.request_timeout_s,
+            cors_origins=config.cors_origin,
+        ),
+        # Actors may have another working directory.
+        tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
+        tls_key_file=config.tls_key_file and str(Path(config.tls_key_file).resolve()),
+        log_level=config.log_level,
     )
 
 

@@ -4,119 +4,281 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
-from scheduler.api.auth import ApiKeys
-from scheduler.api.completions import CompletionStarter
+from scheduler.api.auth import ApiKeys, KeyGuard
+from scheduler.api.body import BodyReader, parse_as
+from scheduler.api.chat_protocol import ChatChunk, ChatRequest, ChatResponse
+from scheduler.api.chat_template import ChatTemplate
+from scheduler.api.completion_protocol import CompletionRequest, CompletionResponse
 from scheduler.api.engine import Engine
-from scheduler.api.errors import INTERNAL_ERROR, error_response, validation_error
-from scheduler.api.protocol import (
-    CompletionRequest,
-    CompletionResponse,
+from scheduler.api.errors import INTERNAL_ERROR, error_response
+from scheduler.api.generation import GenerationStarter
+from scheduler.api.openapi import OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
+from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
+from scheduler.api.request_log import RequestLog
+from scheduler.api.service_protocol import (
     DeletedRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
     ErrorInfo,
     ErrorResponse,
+    LoadResponse,
     ModelCard,
     ModelList,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+    VersionResponse,
 )
 from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import RequestError, RequestNotFoundError
+from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
 
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """How the application treats its clients."""
+
+    model_names: tuple[str, ...]
+    """Names by which the model is called."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Who calls anything that computes must send one of them; none: everybody may."""
+    max_body_bytes: int = 16 * 2**20
+    request_timeout_s: float | None = None
+    """Longest that a completion may take; None: any time."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call; ``*``: of all."""
+    keep_alive_s: float = 15.0
+    """Longest that a stream says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the routes work with."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    encoder: PromptEncoder
+    starter: GenerationStarter
+    bodies: BodyReader
+    settings: AppSettings
+
+
 def create_app(
     engine: Engine,
     tokenizer: Tokenizer | None,
+    settings: AppSettings,
     *,
-    model_names: Sequence[str],
-    api_keys: Sequence[str] = (),
-) -> FastAPI:
-    """Return the application that serves `engine` under these model names.
+    chat_template: ChatTemplate | None = None,
+) -> ASGIApp:
+    """Return the application that serves `engine`.
 
-    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty. `api_keys`:
-    who calls `/v1/...` must send one of them; none: everybody may.
+    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty.
     """
-    app = FastAPI(title="purefill", docs_url=None, redoc_url=None)
-    _add_error_handlers(app)
-    app.include_router(_service_routes(engine))
-    app.include_router(_openai_routes(engine, tokenizer, model_names, ApiKeys(api_keys)))
-    return app
-
-
-def _openai_routes(
-    engine: Engine, tokenizer: Tokenizer | None, model_names: Sequence[str], keys: ApiKeys
-) -> APIRouter:
-    """Return the routes under `/v1`."""
-
-    async def authenticate(request: Request, authorization: Annotated[str | None, Header()] = None) -> None:
-        request.state.key_digest = keys.check(authorization)
-
-    starter = CompletionStarter(engine, tokenizer, model_names)
-    created = int(time.time())
-    router = APIRouter(
-        prefix="/v1", dependencies=[Depends(authenticate)], responses={"4XX": {"model": ErrorResponse}}
+    encoder = PromptEncoder(engine.model, tokenizer, chat_template)
+    starter = GenerationStarter(
+        engine,
+        encoder,
+        tokenizer,
+        settings.model_names,
+        timeout_s=settings.request_timeout_s,
+        keep_alive_s=settings.keep_alive_s,
     )
+    parts = _Parts(
+        engine=engine,
+        tokenizer=tokenizer,
+        encoder=encoder,
+        starter=starter,
+        bodies=BodyReader(settings.max_body_bytes),
+        settings=settings,
+    )
+    app = FastAPI(title="purefill", version=version("purefill"), docs_url=None, redoc_url=None)
+    _add_error_handlers(app)
+    # Onto the application itself: routers that it includes cost each request a search.
+    _add_generation_routes(app, parts)
+    _add_model_routes(app, parts)
+    _add_token_routes(app, parts)
+    _add_service_routes(app, engine)
+    _add_docs(app)
+    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), OPEN_PATHS))
+    if settings.cors_origins:
+        asgi = CORSMiddleware(
+            asgi,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return asgi
 
-    @router.post("/completions", response_model=CompletionResponse)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Complete each prompt, as one answer or as a stream of server-sent events."""
-        completion = await starter.start(body, request.state.key_digest)
+
+def _add_generation_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes that compute tokens, and the one that stops them."""
+
+    async def generate(body: GenerationRequest, request: Request) -> Response:
+        generation = await parts.starter.start(body, request.state.key_digest)
+        request.state.answer_id = generation.answer_id
         if body.stream:
-            return EventStream(completion.chunks(), completion.close)
+            return EventStream(generation.frames(), generation.close)
         try:
-            result = await until_disconnect(request.receive, completion.result())
+            answer = await until_disconnect(request.receive, generation.answer())
         finally:
-            await completion.close()
-        return Response(result.model_dump_json(), media_type="application/json")
+            await generation.close()
+        return Response(answer, media_type="application/json")
 
-    @router.delete("/requests/{completion_id}")
-    async def delete_request(completion_id: str) -> DeletedRequest:
-        """Cancel a completion that runs, by the `id` of its answer or of its chunks."""
-        num_sequences = await engine.abort(completion_id)
+    @app.post(
+        "/v1/completions",
+        response_model=CompletionResponse,
+        responses=ERRORS | stream_of(CompletionResponse),
+        openapi_extra=body_of(CompletionRequest),
+    )
+    async def create_completion(request: Request) -> Response:
+        """Complete each prompt, as one answer or as a stream of server-sent events."""
+        return await generate(await parts.bodies.parse(request, CompletionRequest), request)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=ChatResponse,
+        responses=ERRORS | stream_of(ChatChunk),
+        openapi_extra=body_of(ChatRequest),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation, as one answer or as a stream of server-sent events."""
+        return await generate(await parts.bodies.parse(request, ChatRequest), request)
+
+    @app.delete("/v1/requests/{completion_id}", responses=ERRORS)
+    async def delete_request(completion_id: str, request: Request) -> DeletedRequest:
+        """Cancel a completion or chat that runs, by the `id` of its answer or of its chunks."""
+        num_sequences = await parts.engine.abort(completion_id, request.state.key_digest)
         if num_sequences == 0:
             raise RequestNotFoundError(f"no request {completion_id} is running", param="completion_id")
         return DeletedRequest(id=completion_id)
 
-    @router.get("/models")
+
+def _add_model_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes that say what is served."""
+    created = int(time.time())
+    cards = {
+        name: ModelCard(id=name, created=created, max_model_len=parts.engine.model.max_model_len)
+        for name in parts.settings.model_names
+    }
+
+    @app.get("/v1/models", responses=ERRORS)
     async def list_models() -> ModelList:
         """List the names of the served model."""
-        max_model_len = engine.model.max_model_len
-        return ModelList(
-            data=[ModelCard(id=name, created=created, max_model_len=max_model_len) for name in model_names]
+        return ModelList(data=list(cards.values()))
+
+    @app.get("/v1/models/{model_id:path}", responses=ERRORS)
+    async def retrieve_model(model_id: str) -> ModelCard:
+        """Return one of the names of the served model."""
+        if model_id not in cards:
+            raise ModelNotFoundError(
+                f"model {model_id!r} is not served here; served: {', '.join(cards)}", param="model"
+            )
+        return cards[model_id]
+
+
+def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
+    """Add the routes of the tokenizer."""
+
+    def tokenizer_for(model: str | None) -> Tokenizer:
+        parts.starter.check_model(model)
+        if parts.tokenizer is None:
+            raise InvalidRequestError("the served model has no tokenizer", param="model")
+        return parts.tokenizer
+
+    @app.post("/tokenize", responses=ERRORS, openapi_extra=body_of(TokenizeTextRequest, TokenizeChatRequest))
+    async def tokenize(request: Request) -> TokenizeResponse:
+        """Return the tokens of a text, or of a conversation in the model's chat template."""
+        value = await parts.bodies.read(request)
+        body: TokenizeTextRequest | TokenizeChatRequest
+        if isinstance(value, dict) and value.get("messages") is not None:
+            body = parse_as(value, TokenizeChatRequest)
+            tokenizer = tokenizer_for(body.model)
+            tokens = await parts.encoder.encode_chat(body)
+        else:
+            body = parse_as(value, TokenizeTextRequest)
+            tokenizer = tokenizer_for(body.model)
+            (tokens,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        texts = [tokenizer.token_bytes(i).decode(errors="replace") for i in tokens]
+        return TokenizeResponse(
+            count=len(tokens),
+            max_model_len=parts.engine.model.max_model_len,
+            tokens=list(tokens),
+            token_strs=texts if body.return_token_strs else None,
         )
 
-    return router
+    @app.post("/detokenize", responses=ERRORS, openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> DetokenizeResponse:
+        """Return the text of tokens."""
+        body = await parts.bodies.parse(request, DetokenizeRequest)
+        tokenizer = tokenizer_for(body.model)
+        check_vocabulary(tuple(body.tokens), parts.engine.model, "tokens", "tokens")
+        text = await tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return DetokenizeResponse(prompt=text)
 
 
-def _service_routes(engine: Engine) -> APIRouter:
-    """Return the routes for those who run the service."""
-    router = APIRouter(responses={503: {"model": ErrorResponse}})
+def _add_service_routes(app: FastAPI, engine: Engine) -> None:
+    """Add the routes for those who run the service."""
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health")
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """Answer 200 while the process serves, 503 once it knows that the scheduler is gone."""
         await engine.check_health()
         return Response()
 
-    @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics", response_class=PlainTextResponse)
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses=ERRORS)
+    async def ready() -> Response:
+        """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason."""
+        await engine.check_ready()
+        return Response()
+
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics of the service in Prometheus' text format."""
         return Response(await engine.metrics(), media_type=METRICS_MEDIA_TYPE)
 
-    return router
+    @app.get("/load", responses=ERRORS)
+    async def load() -> LoadResponse:
+        """Return how much the service has to do."""
+        state = await engine.load()
+        return LoadResponse(
+            server_load=state.num_live,
+            queue_requests=state.num_waiting,
+            queue_tokens=state.num_waiting_tokens,
+        )
+
+    @app.get("/version")
+    async def show_version() -> VersionResponse:
+        """Return the version of purefill."""
+        return VersionResponse(version=version("purefill"))
+
+
+def _add_docs(app: FastAPI) -> None:
+    """Serve the schema, with the bodies that the routes read themselves, and a page that shows it."""
+    app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -124,11 +286,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def on_request_error(request: Request, error: RequestError) -> JSONResponse:
+        if error.status >= 500:
+            logger.error("%s: %s", error.label, error.message)
         return error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,11 +1,15 @@
-"""API keys."""
+"""API keys: who may call what."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from scheduler.api.errors import error_response
 from scheduler.errors import AuthenticationError
 
 
@@ -30,6 +34,29 @@ class ApiKeys:
         if not any(matches):
             raise AuthenticationError("the API key is not valid")
         return digest.hex()[:16]
+
+
+class KeyGuard:
+    """ASGI middleware: lets nobody without a valid key call anything but the open paths.
+
+    Handlers find the name of the key as ``request.state.key_digest``.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or answer 401 before anything of its body is read."""
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                digest = self._keys.check(HTTPConnection(scope).headers.get("authorization"))
+            except AuthenticationError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["key_digest"] = digest
+        await self._app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

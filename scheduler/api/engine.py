@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from scheduler.admission import Permit
 from scheduler.errors import RequestError, request_error
-from scheduler.messages import ModelInfo, Request, TokenEvent, TokenEvents
+from scheduler.messages import ModelInfo, Request, ServiceLoad, TokenEvent, TokenEvents
 
 
 class Engine(Protocol):
@@ -29,8 +28,8 @@ class Engine(Protocol):
         `num_tokens` are those of prompts that came as tokens. Raises OverloadedError if the queue is full.
         """
 
-    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
-        """Start all of the requests, or none, and return their streams in the same order.
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Start all of the requests, or none, and return the stream of their tokens.
 
         Raises RequestError: what the scheduler has against the first of them that it refused.
         """
@@ -38,70 +37,97 @@ class Engine(Protocol):
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """End these requests early. Ids that are not known, or ended by themselves, are ignored."""
 
-    async def abort(self, completion_id: str) -> int:
-        """End a completion, whoever asked for it; return how many sequences it had. Raises UnavailableError."""
+    async def abort(self, completion_id: str, key_digest: str) -> int:
+        """End a completion that was asked for with this API key; return how many sequences it had.
+
+        Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
+        """
 
     async def metrics(self) -> str:
         """Return the metrics of the service in Prometheus' text format. Raises UnavailableError."""
 
+    async def load(self) -> ServiceLoad:
+        """Return how much the service has to do. Raises UnavailableError."""
+
     async def check_health(self) -> None:
         """Return if requests can be served. Raises UnavailableError otherwise. Does not wait for others."""
 
+    async def check_ready(self) -> None:
+        """Return if what is accepted makes progress. Raises UnavailableError otherwise, with the reason."""
+
+
+class _Sequence:
+    """What came of one request: puts its events in order."""
+
+    __slots__ = ("early", "next_index", "position")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.next_index = 0
+        self.early: dict[int, TokenEvent] = {}
+
 
 class TokenStream:
-    """The events of one request, each index once and in order, whatever the order of arrival. For one reader.
+    """The events of some requests, each request's in order and each of them once, however they arrive.
 
-    Ends after the event with a finish reason. Raises RequestError if the request failed, after the tokens
-    that came before.
+    For one reader. A request ends with the event that has a finish reason. If one fails, all do: the reader gets
+    what came before, then the error.
     """
 
-    def __init__(self) -> None:
-        self._ready: deque[TokenEvent] = deque()
-        self._early: dict[int, TokenEvent] = {}
-        self._next_index = 0
-        self._complete = False
+    def __init__(self, request_ids: Iterable[str]) -> None:
+        self._open = {request_id: _Sequence(i) for i, request_id in enumerate(request_ids)}
+        self._ready: list[tuple[int, TokenEvent]] = []
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def complete(self) -> bool:
-        """Whether its last event, or its error, has come. The reader may still have to read it."""
-        return self._complete
-
-    def put(self, event: TokenEvent) -> None:
-        """Take an event. Repeats, and all that comes after the end, are dropped."""
-        if self._complete:
-            return
+    def put(self, event: TokenEvent) -> bool:
+        """Take an event, and return whether its request is complete. Repeats are dropped."""
+        sequence = self._open.get(event.request_id)
+        if sequence is None:
+            return True
         if event.error_label is not None:
             self.fail(request_error(event.error_label, event.error_message or event.error_label))
-            return
-        if event.index >= self._next_index:
-            self._early.setdefault(event.index, event)
-        while not self._complete and (following := self._early.pop(self._next_index, None)):
-            self._ready.append(following)
-            self._next_index += 1
-            self._complete = following.finish_reason is not None
+            return True
+        if event.index >= sequence.next_index:
+            sequence.early.setdefault(event.index, event)
+        complete = False
+        while not complete and (following := sequence.early.pop(sequence.next_index, None)):
+            self._ready.append((sequence.position, following))
+            sequence.next_index += 1
+            complete = following.finish_reason is not None
+        if complete:
+            del self._open[event.request_id]
         self._wake()
+        return complete
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with an error, unless it is complete."""
-        if not self._complete:
-            self._complete = True
+        """End the stream with an error, unless all of its requests are complete."""
+        if self._open and self._error is None:
             self._error = error
             self._wake()
 
-    def __aiter__(self) -> TokenStream:
-        return self
+    async def read(self, timeout_s: float | None = None) -> list[tuple[int, TokenEvent]]:
+        """Return all events that are there, each with the position of its request; wait if there is none.
 
-    async def __anext__(self) -> TokenEvent:
-        while not self._ready:
+        The list is empty if none came in time. Raises RequestError once all that came before it has been read.
+        Must not be called once the last event of every request has been read.
+        """
+        if not self._ready:
             if self._error is not None:
                 raise self._error
-            if self._complete:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._ready.popleft()
+            assert self._open, "all events have been read"
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if not self._ready and self._error is not None:
+                raise self._error
+        ready, self._ready = self._ready, []
+        return ready
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -117,22 +143,20 @@ class TokenRouter:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request_ids: Iterable[str]) -> list[TokenStream]:
-        """Return new streams for these requests. Must be called before they are submitted."""
-        streams = []
+    def open(self, request_ids: Sequence[str]) -> TokenStream:
+        """Return a new stream for these requests. Must be called before they are submitted."""
+        stream = TokenStream(request_ids)
         for request_id in request_ids:
             assert request_id not in self._streams, f"request id {request_id} is used twice"
-            streams.append(self._streams.setdefault(request_id, TokenStream()))
-        return streams
+            self._streams[request_id] = stream
+        return stream
 
     def deliver(self, events: TokenEvents) -> None:
         """Hand each event to its stream; those of unknown, cancelled or complete requests are dropped."""
         for event in events.events:
             stream = self._streams.get(event.request_id)
-            if stream is not None:
-                stream.put(event)
-                if stream.complete:
-                    del self._streams[event.request_id]
+            if stream is not None and stream.put(event):
+                del self._streams[event.request_id]
 
     def close(self, request_ids: Iterable[str]) -> list[str]:
         """Forget these requests, whose readers are gone. Returns those that were not complete."""

@@ -8,8 +8,15 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from scheduler.api.protocol import ErrorInfo, ErrorResponse, shorten
-from scheduler.errors import InvalidRequestError, OverloadedError, RequestError, request_error
+from scheduler.api.fields import shorten
+from scheduler.api.service_protocol import ErrorInfo, ErrorResponse
+from scheduler.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    WorkerFailedError,
+    request_error,
+)
 from scheduler.messages import Rejection
 
 INTERNAL_ERROR = ErrorResponse(
@@ -27,14 +34,23 @@ _MESSAGES: Mapping[str, str] = {
     "less_than": "must be < {lt}",
     "less_than_equal": "must be <= {le}",
     "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
     "model_type": "must be an object",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_short": "must not be empty",
+    "too_long": "must hold at most {max_length} items",
+    "too_short": "must not be empty",
     "string_type": "must be a string",
 }
 """Our words for pydantic's error types."""
 
 
 def error_body(error: RequestError) -> ErrorResponse:
-    """Return OpenAI's error body."""
+    """Return OpenAI's error body. What failed inside a worker is for the log, not for the client."""
+    if isinstance(error, WorkerFailedError):
+        return INTERNAL_ERROR
     return ErrorResponse(
         error=ErrorInfo(message=error.message, type=error.error_type, param=error.param, code=error.code)
     )
@@ -62,13 +78,7 @@ def rejection_error(rejection: Rejection) -> RequestError:
 def validation_error(details: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
     """Return the error for a body that pydantic refused: it names the first field at fault and its limit."""
     detail = details[0]
-    if detail["type"] == "json_invalid":
-        reason = detail.get("ctx", {}).get("error", detail["msg"])
-        return InvalidRequestError(f"the body is not valid JSON: {reason} at byte {detail['loc'][-1]}")
-    path = [str(part) for part in detail["loc"][1:]]
-    if not path:
-        return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
-    name = ".".join(path)
+    name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return InvalidRequestError(f"{name} must be provided and non-empty", param=name)
     template = _MESSAGES.get(detail["type"])

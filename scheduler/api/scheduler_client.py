@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,20 @@ from ray.exceptions import RayActorError, RayError
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
-from scheduler.errors import OverloadedError, UnavailableError
-from scheduler.messages import Heartbeat, ModelInfo, Rejection, Request, SubmitReply, TokenEvents
+from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
+from scheduler.messages import (
+    AbortReply,
+    Heartbeat,
+    ModelInfo,
+    Rejection,
+    Request,
+    ServiceLoad,
+    SubmitReply,
+    TokenEvents,
+)
 
 _HEARTBEAT_S = 1.0
+_ANSWER_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +87,11 @@ class SchedulerClient:
             self._num_overloaded += 1
             raise
 
-    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
-        """Start all of the requests, or none, and return their streams. Raises RequestError."""
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
-        # The first token may overtake the scheduler's answer, so the streams are there before the requests leave.
-        streams = self._router.open(submission.request_ids)
+        # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
+        stream = self._router.open(submission.request_ids)
         if not self._submissions:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
@@ -95,7 +105,7 @@ class SchedulerClient:
         if rejection is not None:
             self._router.close(submission.request_ids)
             raise rejection_error(rejection)
-        return streams
+        return stream
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """End these requests, if they have not ended. Does not wait for the scheduler."""
@@ -103,21 +113,33 @@ class SchedulerClient:
         if running:
             self._scheduler.cancel.remote(running)
 
-    async def abort(self, completion_id: str) -> int:
-        """End a completion, of whichever ApiServer; return how many sequences it had. Raises UnavailableError."""
-        try:
-            num_sequences: int = await self._scheduler.abort.remote(completion_id)
-        except RayActorError as error:
-            raise _scheduler_down() from error
-        return num_sequences
+    async def abort(self, completion_id: str, key_digest: str) -> int:
+        """End a completion, of whichever ApiServer; return how many sequences it had.
+
+        Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
+        """
+        reply: AbortReply = await _answer(self._scheduler.abort.remote(completion_id, key_digest))
+        if reply.num_foreign and not reply.num_sequences:
+            raise PermissionDeniedError(
+                f"request {completion_id} was sent with another API key", param="completion_id"
+            )
+        return reply.num_sequences
 
     async def metrics(self) -> str:
         """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
-        try:
-            text: str = await self._scheduler.metrics.remote()
-        except RayActorError as error:
-            raise _scheduler_down() from error
+        text: str = await _answer(self._scheduler.metrics.remote())
         return text
+
+    async def load(self) -> ServiceLoad:
+        """Return how much the service has to do. Raises UnavailableError."""
+        load: ServiceLoad = await _answer(self._scheduler.load.remote())
+        return load
+
+    async def check_ready(self) -> None:
+        """Raise UnavailableError if a worker is dead or work does not go on."""
+        reason: str | None = await _answer(self._scheduler.not_ready.remote())
+        if reason is not None:
+            raise UnavailableError(reason)
 
     async def check_health(self) -> None:
         """Raise UnavailableError if the scheduler did not answer the last heartbeat."""
@@ -178,6 +200,16 @@ class SchedulerClient:
             elif rejection is None:
                 # The client went while the scheduler accepted. Only now is it certain that a cancel comes after.
                 self._scheduler.cancel.remote(submission.request_ids)
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    """Return the scheduler's answer. Raises UnavailableError if it is down or does not answer."""
+    try:
+        return await asyncio.wait_for(call, _ANSWER_TIMEOUT_S)
+    except RayActorError as error:
+        raise _scheduler_down() from error
+    except TimeoutError:
+        raise UnavailableError(f"the scheduler did not answer within {_ANSWER_TIMEOUT_S:g} s") from None
 
 
 def _scheduler_down() -> UnavailableError:

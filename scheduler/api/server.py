@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import dataclass, field
+import ssl
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 import uvicorn
 
 from scheduler.admission import Admission
-from scheduler.api.app import create_app
+from scheduler.api.app import AppSettings, create_app
+from scheduler.api.chat_template import ChatTemplate
+from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
@@ -20,6 +24,8 @@ from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEv
 
 _BACKLOG = 2048
 _STOP_TIMEOUT_S = 3
+_KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients keep theirs, so that none is closed as it is used."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +46,11 @@ class ApiServerConfig:
     """What may wait before requests are turned away, in requests..."""
     max_queued_tokens: int
     """...and in tokens."""
-    model_names: tuple[str, ...] = ()
-    """Names by which requests may call the model; none: the model's own."""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Who calls must know one of these; none: everybody may."""
+    settings: AppSettings
+    tls_cert_file: str | None = None
+    """With `tls_key_file`: serve HTTPS with this certificate, in PEM form."""
+    tls_key_file: str | None = None
+    log_level: str = "info"
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -56,7 +63,7 @@ class ApiServer:
 
     def __init__(self, config: ApiServerConfig) -> None:
         self._config = config
-        self._url = _url(config.host, config.port)
+        self._url = self._url_at(config.port)
         self._client: SchedulerClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._server: _Server | None = None
@@ -66,17 +73,24 @@ class ApiServer:
         return f"ApiServer({self._config.name}, {self._url})"
 
     async def start(self) -> str:
-        """Bind the port, serve, and return the URL. Raises ConfigError if the port cannot be used."""
+        """Bind the port, serve, and return the URL.
+
+        Raises ConfigError if the port or a TLS file cannot be used, or the model's chat template is broken.
+        """
         config = self._config
+        log_with_request_ids(config.log_level)
         listener = bind_shared(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
+        if config.tls_cert_file is not None:
+            _check_tls(config.tls_cert_file, config.tls_key_file)
+        folder = Path(config.model_folder)
         app = create_app(
             self._client,
-            Tokenizer.from_folder(Path(config.model_folder)),
-            model_names=config.model_names or (config.model.name,),
-            api_keys=config.api_keys,
+            Tokenizer.from_folder(folder),
+            config.settings,
+            chat_template=ChatTemplate.from_folder(folder),
         )
         self._server = _Server(
             uvicorn.Config(
@@ -86,7 +100,10 @@ class ApiServer:
                 access_log=False,
                 log_config=None,
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+                ssl_certfile=config.tls_cert_file,
+                ssl_keyfile=config.tls_key_file,
             )
         )
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -96,9 +113,14 @@ class ApiServer:
         if serving.done():
             ready.cancel()
             serving.result()
-        self._url = _url(config.host, listener.getsockname()[1])
+        self._url = self._url_at(listener.getsockname()[1])
         logger.info("%r serves %s", self, config.model.name)
         return self._url
+
+    def _url_at(self, port: int) -> str:
+        host = self._config.host
+        scheme = "http" if self._config.tls_cert_file is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def deliver(self, events: TokenEvents) -> None:
         """Take new tokens from a worker, or errors from the scheduler."""
@@ -147,5 +169,18 @@ def bind_shared(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _check_tls(cert_file: str, key_file: str | None) -> None:
+    """Raise ConfigError if the files cannot be used: the server itself would only say so in a traceback."""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert_file, key_file)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"tls_cert_file {cert_file} and tls_key_file {key_file} cannot be used: {error.strerror or error}"
+        ) from error
+
+
+def log_with_request_ids(level: str) -> None:
+    """Write the log to stderr, each line with the id of the request that it is about."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestIdFilter())
+    logging.basicConfig(level=level.upper(), format="%(message)s [%(request_id)s]", handlers=[handler])

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_DONE = b"data: [DONE]\n\n"
+
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client goes first, cancel it and raise RequestCancelledError.
@@ -43,7 +45,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends JSON texts as server-sent events, then ``data: [DONE]``.
+    """Sends the frames of server-sent events, then ``data: [DONE]``.
 
     An error on the way becomes an event with OpenAI's error body, before the ``[DONE]``. `close` is called at
     the end, however it comes: the last event, an error, or a client that went away.
@@ -51,10 +53,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, frames: AsyncGenerator[str], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._frames = frames
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,25 +70,20 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(_framed(self._events)) as frames:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
+            end = _DONE
+        except RequestError as error:
+            if error.status >= 500:
+                logger.error("a stream failed: %s", error.message)
+            end = _error_frame(error_body(error).model_dump_json(ensure_ascii=True)) + _DONE
+        except Exception:
+            logger.exception("a stream failed")
+            end = _error_frame(INTERNAL_ERROR.model_dump_json(ensure_ascii=True)) + _DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def _framed(events: AsyncGenerator[str]) -> AsyncGenerator[bytes]:
-    """Yield each event as a frame, then the frame of an error, if there was one, and the last one."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield _frame(event)
-    except RequestError as error:
-        yield _frame(error_body(error).model_dump_json(ensure_ascii=True))
-    except Exception:
-        logger.exception("a stream failed")
-        yield _frame(INTERNAL_ERROR.model_dump_json(ensure_ascii=True))
-    yield _frame("[DONE]")
-
-
-def _frame(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _error_frame(body: str) -> bytes:
+    return f"data: {body}\n\n".encode()

@@ -9,16 +9,17 @@ class StopMatcher:
     """Passes text on until a stop string is complete; knows neither tokens nor time.
 
     The match that ends first wins, and of those that end together the longest one: so the result does not
-    depend on how the text was cut into pieces. What could still become a stop string is held back. Neither
-    the stop string nor what follows it is ever returned.
+    depend on how the text was cut into pieces. What could still become a stop string is held back. What follows
+    the stop string is never returned, and the string itself only if it is to be included.
 
     Each stop string is followed by its own Knuth-Morris-Pratt automaton, at constant cost per character.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """Raises ValueError if a stop string is empty."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
+        self._include = include
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._lengths = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._held = ""
@@ -42,7 +43,7 @@ class StopMatcher:
             found = self._step(text[end])
             if found is not None and armed:
                 self._matched, self._held = found, ""
-                return text[: end + 1 - len(found)]
+                return text[: end + 1 if self._include else end + 1 - len(found)]
         held = max(self._lengths)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,11 @@ TOKENIZER_FILE = "tokenizer.json"
 _INLINE_CHARS = 2048
 """Text up to this length takes about a millisecond to encode: the event loop can spare that."""
 
+_INLINE_TOKENS = 1024
+"""The same for decoding."""
+
 _REPLACEMENT = "\ufffd"
+_SENTENCEPIECE_SPACE = "\u2581"
 _MAX_HELD_TOKENS = 32
 
 
@@ -39,7 +44,11 @@ class Tokenizer:
         # Some published files cut or pad every text, as their training did.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._token_bytes = _token_bytes(self._tokenizer)
+        is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._all_bytes = _token_bytes(self._tokenizer, is_byte_level=is_byte_level)
+        special = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        self._text_bytes = [b"" if i in special else part for i, part in enumerate(self._all_bytes)]
+        self._is_byte_level = is_byte_level
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -47,24 +56,44 @@ class Tokenizer:
         path = folder / TOKENIZER_FILE
         return cls(path) if path.is_file() else None
 
-    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    @property
+    def max_token_chars(self) -> int | None:
+        """Most characters that one token stands for; None where a text may shrink before it is cut into tokens."""
+        if self._tokenizer.normalizer is not None or not self._is_byte_level:
+            return None
+        return max(map(len, self._all_bytes), default=1)
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
         """Return the token ids of each text, with the special tokens that the model expects around a prompt.
 
         Long texts are encoded in a thread, so that the event loop goes on.
         """
         if sum(map(len, texts)) <= _INLINE_CHARS:
-            return [tuple(self._tokenizer.encode(text).ids) for text in texts]
-        return await asyncio.to_thread(self._encode_batch, list(texts))
+            encode = self._tokenizer.encode
+            return [tuple(encode(text, add_special_tokens=add_special_tokens).ids) for text in texts]
+        return await asyncio.to_thread(self._encode_batch, list(texts), add_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for one sequence. Special tokens give no text."""
-        if self._token_bytes is not None:
-            return _ByteDetokenizer(self._token_bytes)
-        return _WindowDetokenizer(self._tokenizer)
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of whole sequence of tokens. Long ones are decoded in a thread."""
+        decode = self._tokenizer.decode
+        if len(token_ids) <= _INLINE_TOKENS:
+            return str(decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return str(await asyncio.to_thread(decode, list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def _encode_batch(self, texts: list[str]) -> list[tuple[int, ...]]:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a new detokenizer for one sequence."""
+        if self._is_byte_level:
+            return _ByteDetokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
+        return _WindowDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for, special ones too; perhaps a part of a character."""
+        return self._all_bytes[token_id] if token_id < len(self._all_bytes) else b""
+
+    def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
         # encode_batch, unlike encode, lets other threads run.
-        return [tuple(encoding.ids) for encoding in self._tokenizer.encode_batch(texts)]
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [tuple(encoding.ids) for encoding in encodings]
 
 
 class NoDetokenizer:
@@ -103,8 +132,9 @@ class _WindowDetokenizer:
     UTF-8, the number of U+FFFD may differ from that of the whole sequence decoded at once.
     """
 
-    def __init__(self, tokenizer: HfTokenizer) -> None:
+    def __init__(self, tokenizer: HfTokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._window: list[int] = []
         self._num_done = 0  # tokens of the window whose text is out
 
@@ -116,8 +146,8 @@ class _WindowDetokenizer:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:
-        done = self._tokenizer.decode(self._window[: self._num_done])
-        text = self._tokenizer.decode(self._window)
+        done = self._tokenizer.decode(self._window[: self._num_done], skip_special_tokens=self._skip)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
         new = text[len(done) :]
         if not final and (not new or new.endswith(_REPLACEMENT)):
             return ""
@@ -126,21 +156,24 @@ class _WindowDetokenizer:
         return new
 
 
-def _token_bytes(tokenizer: HfTokenizer) -> list[bytes] | None:
-    """Return the bytes of each token id, b"" for special ones; None if the vocabulary is not byte-level."""
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        return None
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
+def _token_bytes(tokenizer: HfTokenizer, *, is_byte_level: bool) -> list[bytes]:
+    """Return the bytes of each token id, of special ones too."""
     char_bytes = _byte_level_alphabet()
+    added = tokenizer.get_added_tokens_decoder()
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():
-        try:
-            table[token_id] = bytes([char_bytes[char] for char in token])
-        except KeyError:  # an added token, which stands for itself
+        if token_id in added:
             table[token_id] = token.encode()
-    for token_id, added in tokenizer.get_added_tokens_decoder().items():
-        if added.special:
-            table[token_id] = b""
+        elif is_byte_level:
+            try:
+                table[token_id] = bytes([char_bytes[char] for char in token])
+            except KeyError:  # an added token, which stands for itself
+                table[token_id] = token.encode()
+        elif match := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            table[token_id] = bytes.fromhex(match[1])
+        else:
+            table[token_id] = token.replace(_SENTENCEPIECE_SPACE, " ").encode()
     return table
 
 

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import ipaddress
 import json
 import os
 import socket
+import ssl
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from ray.exceptions import RayActorError
 
 from scheduler.admission import Admission
+from scheduler.api.app import AppSettings
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
+    AbortReply,
     Heartbeat,
     ModelInfo,
     QueueState,
     Rejection,
     Request,
     SamplingParams,
+    ServiceLoad,
     SubmitReply,
     TokenEvent,
     TokenEvents,
@@ -103,6 +115,17 @@ class ScriptedScheduler:
     async def metrics(self) -> str:
         return "scripted_total 1\n"
 
+    async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
+        return AbortReply(
+            num_sequences=int(completion_id == "mine"), num_foreign=int(completion_id == "theirs")
+        )
+
+    async def load(self) -> ServiceLoad:
+        return ServiceLoad(num_live=3, num_waiting=2, num_waiting_tokens=50)
+
+    async def not_ready(self) -> str | None:
+        return "prefill-0 died" if self.released.is_set() else None
+
     async def group_sizes(self) -> list[list[int]]:
         return [[len(group) for group in groups] for groups in self.groups]
 
@@ -140,15 +163,17 @@ def scheduler() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def start_server(name: str = "api-0", port: int = 0) -> tuple[Any, str]:
+def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[Any, str]:
     config = ApiServerConfig(
         name=name,
         host="127.0.0.1",
         port=port,
         model_folder="/nowhere",
         model=MODEL,
+        settings=AppSettings(model_names=("m",)),
         max_queued_requests=MAX_QUEUED,
         max_queued_tokens=4096,
+        **options,
     )
     actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
     url: str = ray.get(actor.start.remote())
@@ -179,7 +204,7 @@ def request(request_id: str, *prompt: int) -> Request:
 def test_tokens_that_overtake_the_answer_are_not_lost(server: tuple[Any, str]) -> None:
     _, url = server
     answer = completion(url, 1, 2, 3).raise_for_status().json()
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert answer["usage"]["total_tokens"] == 6
     assert httpx.get(f"{url}/metrics").text == "scripted_total 1\n"
     assert httpx.get(f"{url}/health").status_code == 200
 
@@ -188,6 +213,69 @@ def test_a_rejection_reaches_the_client(server: tuple[Any, str]) -> None:
     answer = completion(server[1], 9, stream=True)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
     assert answer.json()["error"]["message"] == "full"
+
+
+def test_what_operators_ask(scheduler: Any, server: tuple[Any, str]) -> None:
+    _, url = server
+    assert httpx.get(f"{url}/load").json()["queue_tokens"] == 50
+    assert httpx.get(f"{url}/ready").status_code == 200
+    ray.get(scheduler.release.remote())
+    answer = httpx.get(f"{url}/ready")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "prefill-0 died")
+    deleted = {
+        name: httpx.delete(f"{url}/v1/requests/{name}").status_code for name in ("mine", "theirs", "no")
+    }
+    assert deleted == {"mine": 200, "theirs": 403, "no": 404}
+
+
+def test_tls(scheduler: Any, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    with pytest.raises(ConfigError, match=r"tls_cert_file .*missing.pem .* cannot be used"):
+        start_server("api-2", tls_cert_file=missing)
+    cert, key = self_signed(tmp_path)
+    for options in ({"tls_cert_file": cert, "tls_key_file": key}, {"tls_cert_file": both_in_one(cert, key)}):
+        actor, url = start_server("api-1", **options)
+        try:
+            assert url.startswith("https://")
+            context = ssl.create_default_context(cafile=cert)
+            assert httpx.get(f"{url}/health", verify=context).status_code == 200
+        finally:
+            ray.kill(actor)
+
+
+def self_signed(folder: Path) -> tuple[str, str]:
+    """Certificate and key for 127.0.0.1."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "purefill")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return str(cert), str(key)
+
+
+def both_in_one(cert: str, key: str) -> str:
+    path = Path(cert).with_name("both.pem")
+    path.write_text(Path(cert).read_text() + Path(key).read_text())
+    return str(path)
 
 
 def test_a_client_that_leaves_is_noticed(scheduler: Any, server: tuple[Any, str]) -> None:
@@ -228,9 +316,9 @@ def test_the_name_in_the_dashboard() -> None:
         port=8000,
         model_folder="",
         model=MODEL,
+        settings=AppSettings(model_names=("m",), api_keys=("secret",)),
         max_queued_requests=1,
         max_queued_tokens=1,
-        api_keys=("secret",),
     )
     assert repr(ApiServer(config)) == "ApiServer(api-0, http://127.0.0.1:8000)"
     assert "secret" not in repr(config)
@@ -317,7 +405,6 @@ def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: 
             return_exceptions=True,
         )
         assert not isinstance(results[0], BaseException)
-        assert len(results[0]) == 2
         assert isinstance(results[1], OverloadedError)
         assert results[1].retry_after_s == 7
         assert not isinstance(results[2], BaseException)
@@ -344,6 +431,9 @@ def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
     async def run() -> None:
         client = client_of(scheduler)
         ray.kill(scheduler)
+        with suppress(RayActorError):  # it may answer for another moment
+            while True:
+                await scheduler.group_sizes.remote()
         with pytest.raises(UnavailableError):
             await client.submit([request("a", 8)])
         with pytest.raises(UnavailableError):

@@ -42,6 +42,11 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "decode_share": ("0.5", 0.5),
     "journal": ("memory", "memory"),
     "api_key": ("secret", ("secret",)),
+    "max_body_size": ("1MiB", 2**20),
+    "request_timeout_s": ("2.5", 2.5),
+    "cors_origin": ("https://a.example", ("https://a.example",)),
+    "tls_cert_file": ("cert.pem", "cert.pem"),
+    "tls_key_file": ("key.pem", "key.pem"),
     "max_queued_requests": ("7", 7),
     "max_queued_tokens": ("777", 777),
     "drain_timeout_s": ("0", 0.0),
@@ -76,17 +81,19 @@ def test_every_field_has_a_sample() -> None:
 @pytest.mark.parametrize("field", SAMPLES)
 def test_a_field_is_the_same_from_each_source(field: str, tmp_path: Path) -> None:
     text, value = SAMPLES[field]
-    wanted = ServeConfig.model_validate({field: value})
+    other = "host" if field != "tls_key_file" else "tls_cert_file"  # without which it is refused
+    with_it = ("--" + other.replace("_", "-"), SAMPLES[other][0])
+    wanted = ServeConfig.model_validate({other: SAMPLES[other][1], field: value})
 
     flag = "--" + field.replace("_", "-")
-    assert load(*([flag] if field == "usage_stats" else [flag, text])) == wanted
+    assert load(*with_it, *([flag] if field == "usage_stats" else [flag, text])) == wanted
 
     variable = "PUREFILL_API_KEYS" if field == "api_key" else f"PUREFILL_{field.upper()}"
-    assert load(environ={variable: text}) == wanted
+    assert load(*with_it, environ={variable: text}) == wanted
 
     file = tmp_path / "purefill.yaml"
     file.write_text(f"{field}: {text}\n")
-    assert load(file=file) == wanted
+    assert load(*with_it, file=file) == wanted
 
 
 def test_defaults_are_those_of_the_design() -> None:

@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from scheduler.admission import Admission, Permit
-from scheduler.api.app import create_app
+from scheduler.api.app import AppSettings, create_app
+from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import RequestError
-from scheduler.messages import FinishReason, ModelInfo, Request, TokenEvent, TokenEvents
+from scheduler.messages import (
+    FinishReason,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    ServiceLoad,
+    TokenEvent,
+    TokenEvents,
+    TokenLogprobs,
+)
 
 END = 256
 """The end token. Tokens 0 to 255 are the bytes."""
@@ -41,6 +51,13 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder / "tokenizer.json")
 
 
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Tokens 65, 66, ... are the likeliest: token 65 + i has the logprob -(i + 1). Others have -9.5."""
+    top = tuple((65 + i, -1.0 - i) for i in range(num_top))
+    logprob = 64.0 - token_id if 65 <= token_id < 70 else -9.5
+    return TokenLogprobs(token_id=token_id, logprob=logprob, top=top)
+
+
 class ScriptedEngine:
     """Accepts everything, unless `refusal` is set, and answers request number i with the text `texts[i]`.
 
@@ -53,10 +70,16 @@ class ScriptedEngine:
         self.refusal: RequestError | None = None
         self.failure: RequestError | None = None
         self.requests: list[Request] = []
+        self._sampling: dict[str, SamplingParams] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
         self.submitted = asyncio.Event()
         self.cancelled: list[str] = []
         self.router = TokenRouter()
         self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
+
+    def restart(self, texts: Sequence[str]) -> None:
+        """Forget what was asked so far, and answer with these texts."""
+        self.texts, self.requests = texts, []
 
     @property
     def name(self) -> str:
@@ -69,17 +92,19 @@ class ScriptedEngine:
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         return self.admission.admit_text(num_requests, num_chars, 0.0, num_tokens=num_tokens)
 
-    async def abort(self, completion_id: str) -> int:
+    async def abort(self, completion_id: str, key_digest: str) -> int:
         ids = [r.request_id for r in self.requests if r.completion_id == completion_id]
         for request_id in ids:
             self.fail(request_id, "cancelled", "the request was cancelled")
         return len(ids)
 
-    async def submit(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
-        streams = self.router.open(request.request_id for request in requests)
+        stream = self.router.open([request.request_id for request in requests])
         for request in requests:
+            self._sampling[request.request_id] = request.sampling
+            self._prompts[request.request_id] = request.prompt_token_ids
             if self.texts is not None:
                 text = self.texts[len(self.requests)]
                 token_ids = list(text.removesuffix("<end>").encode())
@@ -89,7 +114,7 @@ class ScriptedEngine:
                     self.send(request.request_id, token_ids, finish_reason="length")
             self.requests.append(request)
         self.submitted.set()
-        return streams
+        return stream
 
     def send(
         self,
@@ -101,12 +126,19 @@ class ScriptedEngine:
     ) -> None:
         """Deliver tokens; the first has the index `start`, the last one the finish reason."""
         last = len(token_ids) - 1
+        num_top = self._sampling[request_id].num_logprobs
+        prompt_logprobs = None
+        if start == 0 and num_top is not None and self._sampling[request_id].prompt_logprobs:
+            rest = self._prompts[request_id][1:]
+            prompt_logprobs = (None, *(logprobs_of(token_id, num_top) for token_id in rest))
         events = tuple(
             TokenEvent(
                 request_id=request_id,
                 index=start + i,
                 token_id=token_id,
                 finish_reason=finish_reason if i == last else None,
+                logprobs=None if num_top is None else logprobs_of(token_id, num_top),
+                prompt_logprobs=prompt_logprobs if i == 0 else None,
             )
             for i, token_id in enumerate(token_ids)
         )
@@ -125,17 +157,32 @@ class ScriptedEngine:
             raise self.failure
         return "purefill_queue_requests 0\n"
 
+    async def load(self) -> ServiceLoad:
+        return ServiceLoad(num_live=3, num_waiting=2, num_waiting_tokens=50)
+
     async def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
 
+    async def check_ready(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
-def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **options: Any) -> FastAPI:
-    """Return the application, with the model named as in `MODEL` unless the options say otherwise."""
-    return create_app(engine, tokenizer, **{"model_names": (MODEL.name,), **options})
+
+CHAT = ChatTemplate(
+    "{% for message in messages %}{{ message.role[0] + ':' + message.content + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}",
+    {},
+)
 
 
-def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **settings: Any) -> ASGIApp:
+    """Return the application, with the model named as in `MODEL` unless the settings say otherwise."""
+    settings = {"model_names": (MODEL.name,), **settings}
+    return create_app(engine, tokenizer, AppSettings(**settings), chat_template=CHAT)
+
+
+def send(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:
     """Send one request and return the whole answer."""
 
     async def exchange() -> httpx.Response:
@@ -146,11 +193,26 @@ def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response
     return asyncio.run(exchange())
 
 
-def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+def complete(app: ASGIApp, **fields: Any) -> httpx.Response:
     """Send a completion request with these fields, and a model and prompt if they are not among them."""
     return post(app, json.dumps({"model": MODEL.name, "prompt": "Hi", **fields}))
 
 
-def post(app: FastAPI, body: str | bytes, content_type: str = "application/json") -> httpx.Response:
+def events(body: str) -> list[Any]:
+    """The JSON of each server-sent event; checks the framing, and that the last one is [DONE]."""
+    *frames, done, rest = body.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(frame.startswith("data: ") and frame.isascii() for frame in frames)
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def chat(app: ASGIApp, **fields: Any) -> httpx.Response:
+    """Send a chat request with these fields, and a model and message if they are not among them."""
+    body = {"model": MODEL.name, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    headers = {"content-type": "application/json"}
+    return send(app, "POST", "/v1/chat/completions", content=json.dumps(body), headers=headers)
+
+
+def post(app: ASGIApp, body: str | bytes, content_type: str = "application/json") -> httpx.Response:
     """Send the body of a completion request as it is."""
     return send(app, "POST", "/v1/completions", content=body, headers={"content-type": content_type})

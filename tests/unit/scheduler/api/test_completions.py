@@ -9,27 +9,19 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import ASGIApp
 
-from scheduler.api.completions import choice_seed
+from scheduler.api.generation import choice_seed
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import SamplingParams
-from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, send
+from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, events, send
 
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def events(body: str) -> list[Any]:
-    """The JSON of each server-sent event; checks the framing, and that the last one is [DONE]."""
-    *frames, done, rest = body.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert all(frame.startswith("data: ") and frame.isascii() for frame in frames)
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
-
-
-def stream_of(app: FastAPI, **fields: Any) -> list[Any]:
+def stream_of(app: ASGIApp, **fields: Any) -> list[Any]:
     answer = complete(app, stream=True, **fields)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -57,8 +49,22 @@ def test_a_plain_answer(bytes_tokenizer: Tokenizer) -> None:
     assert answer == {
         "object": "text_completion",
         "model": "bytes",
-        "choices": [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hello",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "prompt_logprobs": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 5,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -70,7 +76,10 @@ def test_a_stream_has_a_chunk_for_each_token_and_no_usage(bytes_tokenizer: Token
         {
             "object": "text_completion",
             "model": "bytes",
-            "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}],
+            "choices": [
+                {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+                | ({"stop_reason": None} if reason else {})
+            ],
         }
         for text, reason in [("a", None), ("b", None), ("c", "length")]
     ]
@@ -81,7 +90,9 @@ def test_include_usage_adds_a_last_chunk(bytes_tokenizer: Tokenizer) -> None:
     chunks = events(complete(app_over(engine, bytes_tokenizer), n=2, **STREAM_USAGE).text)
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 6
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert (
+        chunks[-1]["usage"].items() >= {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}.items()
+    )
 
 
 def test_choices_are_prompt_major_and_prompts_count_once(bytes_tokenizer: Tokenizer) -> None:
@@ -169,6 +180,8 @@ def test_a_seed_is_in_range_and_repeatable(seed: int, choice: int) -> None:
     assert choice_seed(seed, choice) == choice_seed(seed, choice)
 
 
+SHARED: dict[str, tuple[ScriptedEngine, ASGIApp]] = {}
+"""An application takes longer to make than a hundred requests."""
 TEXTS = st.text(alphabet="ab\n\u2028é🦩", max_size=10).filter(bool)
 
 
@@ -180,12 +193,16 @@ TEXTS = st.text(alphabet="ab\n\u2028é🦩", max_size=10).filter(bool)
 def test_plain_and_streamed_answers_agree(
     bytes_tokenizer: Tokenizer, texts: list[tuple[str, bool]], stops: list[str], min_tokens: int
 ) -> None:
+    if "app" not in SHARED:
+        engine = ScriptedEngine()
+        SHARED["app"] = engine, app_over(engine, bytes_tokenizer)
+    engine, app = SHARED["app"]
     script = [text + "<end>" * stopped for text, stopped in texts]
     fields = {"n": len(script), "stop": stops, "min_tokens": min_tokens}
-    answer = complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields).json()
-    *chunks, usage = events(
-        complete(app_over(ScriptedEngine(script), bytes_tokenizer), **fields, **STREAM_USAGE).text
-    )
+    engine.restart(script)
+    answer = complete(app, **fields).json()
+    engine.restart(script)
+    *chunks, usage = events(complete(app, **fields, **STREAM_USAGE).text)
     assert usage["usage"] == answer["usage"]
     assert ended(chunks) == {
         choice["index"]: (choice["text"], choice["finish_reason"]) for choice in answer["choices"]
@@ -256,7 +273,8 @@ def test_a_stop_string_counts_from_min_tokens_on(
 
 def test_the_end_token_counts_but_has_no_text(bytes_tokenizer: Tokenizer) -> None:
     answer = complete(app_over(ScriptedEngine(["ab<end>"]), bytes_tokenizer)).json()
-    assert answer["choices"][0] == {"index": 0, "text": "ab", "logprobs": None, "finish_reason": "stop"}
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", None)
     assert answer["usage"]["completion_tokens"] == 3
 
 
@@ -270,7 +288,7 @@ def test_characters_are_never_split(bytes_tokenizer: Tokenizer) -> None:
 class Client:
     """A client of the application at the ASGI level, which can leave at any moment."""
 
-    def __init__(self, app: FastAPI, *, max_unread: int = 0, **fields: Any) -> None:
+    def __init__(self, app: ASGIApp, *, max_unread: int = 0, **fields: Any) -> None:
         body = json.dumps({"model": "bytes", "prompt": "Hi", **fields}).encode()
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body})
@@ -342,7 +360,7 @@ def test_an_error_of_one_choice_ends_a_plain_request(bytes_tokenizer: Tokenizer)
         await client.task
         assert (await client.sent.get())["status"] == 500
         error = json.loads(await client.body())["error"]
-        assert (error["message"], error["type"]) == ("out of memory", "server_error")
+        assert (error["message"], error["type"]) == ("Internal server error", "server_error")
         assert engine.cancelled == [first]
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
