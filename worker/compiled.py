@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from worker import kernels, projection, rotary_fusion
+from worker import kernels, rotary_fusion
 from worker.rotary_fusion import fuse_rotations
 
 P = ParamSpec("P")
@@ -51,12 +51,11 @@ class _Improve(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         fuse_rotations(graph)
-        _choose_products(graph)
         graph.eliminate_dead_code()
         self._write_down_shared(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, rotary_fusion.__file__, kernels.__file__, projection.__file__))
+        return get_hash_for_files((__file__, rotary_fusion.__file__, kernels.__file__))
 
     def _write_down_shared(self, graph: torch.fx.Graph) -> None:
         """Mark what several layers read, so that it is written to memory once instead of computed in each."""
@@ -71,20 +70,6 @@ class _Improve(CustomGraphPass):
             )
             if is_residual or _num_users(node) >= _MANY_USERS:
                 node.meta["inductor_realize_to_strides"] = True
-
-
-def _choose_products(graph: torch.fx.Graph) -> None:
-    """Let `purefill::project` compute the 16-bit products with weights, so that each bucket finds its algorithm."""
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.mm.default or node.meta["val"].dtype not in projection.DTYPES:
-            continue
-        inputs, transposed = node.args
-        if transposed.target is not torch.ops.aten.permute.default or transposed.args[0].op != "placeholder":
-            continue
-        with graph.inserting_before(node):
-            product = graph.call_function(torch.ops.purefill.project.default, (inputs, transposed.args[0]))
-        product.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(product)
 
 
 def _num_users(node: torch.fx.Node) -> int:
