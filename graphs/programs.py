@@ -79,9 +79,10 @@ class HostProgram:
 
 
 class CudaProgram:
-    """Runs the computation on a CUDA device: one copy in, one replay, one small copy out.
+    """Runs the computation on a CUDA device: one launch a batch, of a graph that begins with the copy of its input
+    from the host and ends with the copy of its result to it.
 
-    It has two host buffers, so that the next batch is packed and enqueued while one runs.
+    It has two host buffers, so that the next batch is packed and enqueued while one runs; each has its own graphs.
     """
 
     def __init__(self, computation: Computation, layout: BatchLayout, device: torch.device) -> None:
@@ -89,32 +90,34 @@ class CudaProgram:
         self._layout = layout
         self._buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
         self._inputs = BatchInputs.of(layout, self._buffer)
-        self._output = torch.zeros(layout.bucket.num_slots, dtype=torch.int64, device=device)
-        self._stages = (_Stage(layout), _Stage(layout))
         self._first_finish = next(iter(computation.finishes))
-        self._graphs: dict[str, CapturedGraph] = {}
+        self._stages = (_Stage(layout), _Stage(layout))
 
     def capture(self, memory: GraphMemory) -> None:
         """Capture the graphs. Until then a submitted batch runs without."""
+        for stage in self._stages:
+            self._capture(stage, memory)
+
+    def _capture(self, stage: _Stage, memory: GraphMemory) -> None:
         rows: torch.Tensor
 
         def run_whole() -> None:
             nonlocal rows
-            rows = self._computation.forward(self._inputs)
-            self._finish(self._first_finish, rows)
+            rows = self._forward(stage)
+            self._finish(self._first_finish, rows, stage)
 
         graphs = {self._first_finish: memory.capture(run_whole)}
         for name in self._computation.finishes:
             if name not in graphs:
                 # It reads the rows where the first graph leaves them.
-                graphs[name] = memory.capture(lambda name=name: self._finish(name, rows))  # type: ignore[misc]
-        self._graphs = graphs
+                graphs[name] = memory.capture(lambda name=name: self._finish(name, rows, stage))  # type: ignore[misc]
+        stage.graphs = graphs
 
     @property
     def size_bytes(self) -> int:
         """Device bytes of graphs and static buffers."""
-        buffers = self._layout.size_bytes + self._output.nbytes
-        return buffers + sum(graph.size_bytes for graph in self._graphs.values())
+        graphs = [graph for stage in self._stages for graph in stage.graphs.values()]
+        return self._layout.size_bytes + sum(graph.size_bytes for graph in graphs)
 
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Enqueue a batch on the current stream and return at once, unless two are under way already."""
@@ -122,34 +125,39 @@ class CudaProgram:
         self._stages = (self._stages[1], stage)
         stage.free()
         stage.host.pack(slots)
-        self._buffer.copy_(stage.host.tensor, non_blocking=True)
-        self._launch(self._computation.choose_finish(slots))
-        return stage.hold(self._output, len(slots))
+        self._launch(stage, self._computation.choose_finish(slots))
+        return stage.hold(len(slots))
 
-    def _launch(self, finish: str) -> None:
-        if self._graphs:
-            self._graphs[self._first_finish].replay()
+    def _launch(self, stage: _Stage, finish: str) -> None:
+        if stage.graphs:
+            stage.graphs[self._first_finish].replay()
             if finish != self._first_finish:
-                self._graphs[finish].replay()
+                stage.graphs[finish].replay()
         else:
-            self._finish(finish, self._computation.forward(self._inputs))
+            self._finish(finish, self._forward(stage), stage)
 
-    def _finish(self, name: str, rows: torch.Tensor) -> None:
-        self._output.copy_(self._computation.finishes[name](rows, self._inputs))
+    def _forward(self, stage: _Stage) -> torch.Tensor:
+        self._buffer.copy_(stage.host.tensor, non_blocking=True)
+        return self._computation.forward(self._inputs)
+
+    def _finish(self, name: str, rows: torch.Tensor, stage: _Stage) -> None:
+        numbers = self._computation.finishes[name](rows, self._inputs)
+        stage.result.copy_(numbers, non_blocking=True)
 
 
 class _Stage:
-    """The pinned host memory of one batch under way: its input, and where its result arrives."""
+    """The pinned host memory of one batch under way, its input and its result, and the graphs that use it."""
 
     def __init__(self, layout: BatchLayout) -> None:
         self.host = HostBatch(layout, pinned=True)
-        self._result = torch.zeros(layout.bucket.num_slots, dtype=torch.int64, pin_memory=True)
+        self.result = torch.zeros(layout.bucket.num_slots, dtype=torch.int64, pin_memory=True)
+        self.graphs: dict[str, CapturedGraph] = {}
+        self._numbers = self.result.numpy()
         self._done = torch.cuda.Event()
         self._ticket: _CudaTicket | None = None
 
-    def hold(self, output: torch.Tensor, count: int) -> _CudaTicket:
-        """Enqueue the copy of the result; return the ticket of the batch of `count` sequences."""
-        self._result.copy_(output, non_blocking=True)
+    def hold(self, count: int) -> _CudaTicket:
+        """Return the ticket of a batch of `count` sequences that was just enqueued."""
         self._done.record()
         self._ticket = _CudaTicket(self, count)
         return self._ticket
@@ -158,7 +166,7 @@ class _Stage:
         """Wait for the batch; return its result. The memory may be used for the next one then."""
         self._done.synchronize()
         self._ticket = None
-        numbers: list[int] = self._result[:count].tolist()
+        numbers: list[int] = self._numbers[:count].tolist()
         return numbers
 
     def free(self) -> None:

@@ -99,7 +99,7 @@ class Model:
         return logits
 
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
-        """Do the same as `logits` in code compiled for any number of token positions.
+        """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
 
         The first call compiles, for a minute or so if the code is not in the cache.
         """
@@ -111,9 +111,9 @@ class Model:
         num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
         if num_tokens > 1:
             torch._dynamo.mark_dynamic(inputs.token_ids, 0)
-            if num_tokens == num_slots:  # a ladder of decode steps, in which both change
-                for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
-                    torch._dynamo.mark_dynamic(tensor, 0)
+        if num_slots > 1:
+            for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
+                torch._dynamo.mark_dynamic(tensor, 0)
         return self._compiled(inputs, pool)
 
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
@@ -19,8 +20,7 @@ from worker.model_runner import ModelRunner, slot_input
 from worker.sequences import finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens ``start:end`` of one item of a batch, computed in one pass."""
 
     item: int
