@@ -129,6 +129,12 @@ class HostBatch:
         self._bytes = words.data.cast("B")
         fields = layout.fields
         self._byte_offsets = {name: 4 * field.offset for name, field in fields.items()}
+        self._rows = {
+            name: (range(4 * field.offset, 4 * field.end, 4 * field.shape[1]), field.shape[1])
+            for name, field in fields.items()
+            if len(field.shape) == 2
+        }
+        """Byte offsets of the rows of each field that has rows, and how many elements a row has."""
         banned = fields["banned_ids"]
         self._banned_ids = words[banned.offset : banned.end]
 
@@ -152,22 +158,22 @@ class HostBatch:
         self._write("f", "temperature", [slot.temperature for slot in slots])
         self._write("f", "top_p", [slot.top_p for slot in slots])
         self._write("q", "seed", [slot.seed for slot in slots])
-        for i, slot in enumerate(slots):
-            self._write_row("page_table", i, self.layout.pages_per_slot, slot.page_ids)
+        for row, slot in enumerate(slots):
+            self._write_row("page_table", row, slot.page_ids)
             if slot.banned_ids:
-                self._write_row("banned_ids", i, MAX_BANNED_IDS, slot.banned_ids)
+                self._write_row("banned_ids", row, slot.banned_ids)
 
     def _write(self, kind: str, name: str, values: Sequence[float]) -> None:
         """Write the first elements of a field, of a type named as in `struct`."""
         # Of the ways to write a few Python numbers, or many, struct is the fastest by far.
         struct.pack_into(f"{len(values)}{kind}", self._bytes, self._byte_offsets[name], *values)
 
-    def _write_row(self, name: str, row: int, size: int, values: Sequence[int]) -> None:
+    def _write_row(self, name: str, row: int, values: Sequence[int]) -> None:
         """Write the first elements of a row of a field of integers."""
+        offsets, size = self._rows[name]
         if len(values) > size:
             raise ValueError(f"{name} of a sequence must be at most {size} numbers, got {len(values)}")
-        offset = self._byte_offsets[name] + 4 * row * size
-        struct.pack_into(f"{len(values)}i", self._bytes, offset, *values)
+        struct.pack_into(f"{len(values)}i", self._bytes, offsets[row], *values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
