@@ -176,16 +176,19 @@ def gemm_floor_ms(bench: Bench, num_tokens: int, num_prompts: int, repeats: int)
     products = [
         (
             torch.randn(
-                num_prompts if is_head else num_tokens, weight.shape[1], dtype=weight.dtype, device=device
+                num_prompts if is_head else num_tokens,
+                layer.in_features,
+                dtype=bench.model.kv_spec.dtype,
+                device=device,
             ),
-            weight,
+            layer,
         )
-        for weight, is_head in bench.model.matrices()
+        for layer, is_head in bench.model.linear_layers()
     ]
 
     def run() -> None:
-        for inputs, weight in products:
-            torch.nn.functional.linear(inputs, weight)
+        for inputs, layer in products:
+            layer(inputs)
 
     run()
     if device.type == "cuda":

@@ -20,30 +20,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from math import prod
 
 import torch
 
 from graphs.buckets import Bucket
+from graphs.shaping import Field, ShapingInputs, SlotShaping, aligned, place_fields
 
 SCRATCH_PAGE = 0
 """The page that pad positions write to and that nobody reads."""
 MAX_BANNED_IDS = 16
 """Most token ids that may be banned for one sequence at one position."""
-_ALIGNED_WORDS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """Place and shape of one field in the buffer, in 4-byte words."""
-
-    offset: int
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """The word after its last."""
-        return self.offset + prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,34 +56,25 @@ class BatchLayout:
             "banned_ids": (slots, MAX_BANNED_IDS),
             "output_index": (slots,),
         }
-        fields: dict[str, Field] = {}
-        offset = 0
-        for name, shape in shapes.items():
-            fields[name] = Field(offset=offset, shape=shape)
-            offset += _aligned(prod(shape))
-        return fields
+        return place_fields(shapes)
 
     @property
     def num_words(self) -> int:
         """Words of 4 bytes in the buffer."""
         tokens, slots = self.bucket.num_tokens, self.bucket.num_slots
         return (
-            _aligned(2 * slots)
-            + _aligned(tokens)
-            + _aligned(slots + 1)
-            + 5 * _aligned(slots)
-            + _aligned(slots * self.pages_per_slot)
-            + _aligned(slots * MAX_BANNED_IDS)
+            aligned(2 * slots)
+            + aligned(tokens)
+            + aligned(slots + 1)
+            + 5 * aligned(slots)
+            + aligned(slots * self.pages_per_slot)
+            + aligned(slots * MAX_BANNED_IDS)
         )
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the buffer."""
         return 4 * self.num_words
-
-
-def _aligned(num_words: int) -> int:
-    return -(-num_words // _ALIGNED_WORDS) * _ALIGNED_WORDS
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: they are made in haste, and frozen ones take twice as long
@@ -117,6 +94,10 @@ class SlotInput:
     """How many tokens the request has produced: the place in its random stream."""
     banned_ids: Sequence[int] = ()
     """At most `MAX_BANNED_IDS` tokens that must not be chosen."""
+    shaping: SlotShaping | None = None
+    """Settings that few sequences have; they travel in a buffer of their own."""
+    reported: bool = False
+    """Whether the computation's report is wanted for it."""
 
 
 class HostBatch:
@@ -194,9 +175,13 @@ class BatchInputs:
     output_index: torch.Tensor  # [S]
     banned_ids: torch.Tensor  # [S, B], -1 where there is none
     page_size: int
+    shaping: ShapingInputs | None = None
+    """Of meaning only in a batch of which a slot has a shaping."""
 
     @classmethod
-    def of(cls, layout: BatchLayout, buffer: torch.Tensor) -> BatchInputs:
+    def of(
+        cls, layout: BatchLayout, buffer: torch.Tensor, shaping: ShapingInputs | None = None
+    ) -> BatchInputs:
         """Make the views of `buffer`, an int32 tensor of ``[layout.num_words]``."""
         views = {
             name: buffer[field.offset : field.end].view(field.shape) for name, field in layout.fields.items()
@@ -204,7 +189,7 @@ class BatchInputs:
         views["temperature"] = views["temperature"].view(torch.float32)
         views["top_p"] = views["top_p"].view(torch.float32)
         views["seed"] = views["seed"].view(torch.int64).view(-1)
-        return cls(**views, page_size=layout.page_size)
+        return cls(**views, page_size=layout.page_size, shaping=shaping)
 
     def derive(self) -> DerivedInputs:
         """Compute what follows from the packed fields. Runs inside the graph; no shape depends on a value."""

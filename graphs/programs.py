@@ -6,11 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from graphs.buckets import Bucket
 from graphs.capture import CapturedGraph, GraphMemory
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
+from graphs.shaping import ShapingBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is said of the numbers of those batches in which a slot is `reported`."""
+
+    width: int
+    """Words per slot."""
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Makes int32 ``[S, width]`` of the rows and of the numbers ``[S]``. It has a small graph of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +37,7 @@ class Computation:
     a small graph of their own, which is replayed after it."""
     choose_finish: Callable[[Sequence[SlotInput]], str]
     """Returns which of the finishes a batch needs."""
+    report: Report | None = None
 
 
 class Ticket(Protocol):
@@ -35,6 +49,9 @@ class Ticket(Protocol):
 
     def result(self) -> list[int]:
         """Wait for the batch; return one number for each of its sequences."""
+
+    def report(self) -> NDArray[np.int32]:
+        """Wait for the batch; return its report, ``[sequences, width]``, or no rows if no slot is `reported`."""
 
 
 class Program(Protocol):
@@ -48,22 +65,35 @@ class Program(Protocol):
         """Start a batch. Where there is a device, it runs after those submitted before."""
 
 
+NO_REPORT: NDArray[np.int32] = np.empty((0, 0), np.int32)
+_REPORT = "report"
+"""Name of the report's graph among those of the finishes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     bucket: Bucket
     numbers: list[int]
+    details: NDArray[np.int32]
 
     def result(self) -> list[int]:
         return self.numbers
+
+    def report(self) -> NDArray[np.int32]:
+        return self.details
 
 
 class HostProgram:
     """Runs the computation on the CPU when a batch is submitted. The host buffer is the static input itself."""
 
-    def __init__(self, computation: Computation, layout: BatchLayout) -> None:
+    def __init__(
+        self, computation: Computation, layout: BatchLayout, shaping: ShapingBuffers | None = None
+    ) -> None:
         self._computation = computation
         self._host = HostBatch(layout)
-        self._inputs = BatchInputs.of(layout, self._host.tensor)
+        self._shaping = shaping
+        views = None if shaping is None else shaping.inputs(layout.bucket.num_slots)
+        self._inputs = BatchInputs.of(layout, self._host.tensor, views)
 
     @property
     def size_bytes(self) -> int:
@@ -72,33 +102,56 @@ class HostProgram:
 
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Compute a batch."""
+        count, computation = len(slots), self._computation
         self._host.pack(slots)
-        rows = self._computation.forward(self._inputs)
-        finish = self._computation.finishes[self._computation.choose_finish(slots)]
-        return _Done(self._host.layout.bucket, finish(rows, self._inputs)[: len(slots)].tolist())
+        _upload_shapings(self._shaping, slots, self._host.layout)
+        rows = computation.forward(self._inputs)
+        numbers = computation.finishes[computation.choose_finish(slots)](rows, self._inputs)
+        details = NO_REPORT
+        if computation.report is not None and any(slot.reported for slot in slots):
+            details = computation.report.compute(rows, numbers)[:count].numpy()
+        return _Done(self._host.layout.bucket, numbers[:count].tolist(), details)
+
+
+def _upload_shapings(buffers: ShapingBuffers | None, slots: Sequence[SlotInput], layout: BatchLayout) -> None:
+    shapings = [slot.shaping for slot in slots]
+    if buffers is not None and any(shapings):
+        buffers.upload(shapings, layout.bucket.num_slots)
 
 
 class CudaProgram:
     """Runs the computation on a CUDA device: one launch a batch, of a graph that begins with the copy of its input
-    from the host and ends with the copy of its result to it.
+    from the host and ends with the copy of its numbers to it.
 
     It has two host buffers, so that the next batch is packed and enqueued while one runs; each has its own graphs.
+    Shapings and reports, in batches that have them, are copies and a launch more.
     """
 
-    def __init__(self, computation: Computation, layout: BatchLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        computation: Computation,
+        layout: BatchLayout,
+        device: torch.device,
+        shaping: ShapingBuffers | None = None,
+    ) -> None:
         self._computation = computation
         self._layout = layout
+        self._shaping = shaping
+        num_slots = layout.bucket.num_slots
         self._buffer = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
-        self._inputs = BatchInputs.of(layout, self._buffer)
+        views = None if shaping is None else shaping.inputs(num_slots)
+        self._inputs = BatchInputs.of(layout, self._buffer, views)
+        self._output = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        width = 0 if computation.report is None else computation.report.width
+        self._stages = (_Stage(layout, width), _Stage(layout, width))
         self._first_finish = next(iter(computation.finishes))
-        self._stages = (_Stage(layout), _Stage(layout))
 
     def capture(self, memory: GraphMemory) -> None:
         """Capture the graphs. Until then a submitted batch runs without."""
         for stage in self._stages:
-            self._capture(stage, memory)
+            stage.graphs = self._capture(stage, memory)
 
-    def _capture(self, stage: _Stage, memory: GraphMemory) -> None:
+    def _capture(self, stage: _Stage, memory: GraphMemory) -> dict[str, CapturedGraph]:
         rows: torch.Tensor
 
         def run_whole() -> None:
@@ -111,13 +164,15 @@ class CudaProgram:
             if name not in graphs:
                 # It reads the rows where the first graph leaves them.
                 graphs[name] = memory.capture(lambda name=name: self._finish(name, rows, stage))  # type: ignore[misc]
-        stage.graphs = graphs
+        if self._computation.report is not None:
+            graphs[_REPORT] = memory.capture(lambda: self._report(rows, stage))
+        return graphs
 
     @property
     def size_bytes(self) -> int:
         """Device bytes of graphs and static buffers."""
         graphs = [graph for stage in self._stages for graph in stage.graphs.values()]
-        return self._layout.size_bytes + sum(graph.size_bytes for graph in graphs)
+        return self._layout.size_bytes + self._output.nbytes + sum(graph.size_bytes for graph in graphs)
 
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Enqueue a batch on the current stream and return at once, unless two are under way already."""
@@ -125,49 +180,60 @@ class CudaProgram:
         self._stages = (self._stages[1], stage)
         stage.free()
         stage.host.pack(slots)
-        self._launch(stage, self._computation.choose_finish(slots))
-        return stage.hold(len(slots))
+        _upload_shapings(self._shaping, slots, self._layout)
+        reported = any(slot.reported for slot in slots)
+        self._launch(stage, self._computation.choose_finish(slots), reported)
+        return stage.hold(len(slots), reported=reported)
 
-    def _launch(self, stage: _Stage, finish: str) -> None:
+    def _launch(self, stage: _Stage, finish: str, reported: bool) -> None:
         if stage.graphs:
             stage.graphs[self._first_finish].replay()
             if finish != self._first_finish:
                 stage.graphs[finish].replay()
+            if reported:
+                stage.graphs[_REPORT].replay()
         else:
-            self._finish(finish, self._forward(stage), stage)
+            rows = self._forward(stage)
+            self._finish(finish, rows, stage)
+            if reported:
+                self._report(rows, stage)
 
     def _forward(self, stage: _Stage) -> torch.Tensor:
         self._buffer.copy_(stage.host.tensor, non_blocking=True)
         return self._computation.forward(self._inputs)
 
     def _finish(self, name: str, rows: torch.Tensor, stage: _Stage) -> None:
-        numbers = self._computation.finishes[name](rows, self._inputs)
-        stage.result.copy_(numbers, non_blocking=True)
+        self._output.copy_(self._computation.finishes[name](rows, self._inputs))
+        stage.numbers.copy_(self._output, non_blocking=True)
+
+    def _report(self, rows: torch.Tensor, stage: _Stage) -> None:
+        assert self._computation.report is not None
+        stage.details.copy_(self._computation.report.compute(rows, self._output), non_blocking=True)
 
 
 class _Stage:
     """The pinned host memory of one batch under way, its input and its result, and the graphs that use it."""
 
-    def __init__(self, layout: BatchLayout) -> None:
+    def __init__(self, layout: BatchLayout, report_width: int) -> None:
+        num_slots = layout.bucket.num_slots
         self.host = HostBatch(layout, pinned=True)
-        self.result = torch.zeros(layout.bucket.num_slots, dtype=torch.int64, pin_memory=True)
+        self.numbers = torch.zeros(num_slots, dtype=torch.int64, pin_memory=True)
+        self.details = torch.zeros((num_slots, report_width), dtype=torch.int32, pin_memory=True)
         self.graphs: dict[str, CapturedGraph] = {}
-        self._numbers = self.result.numpy()
         self._done = torch.cuda.Event()
         self._ticket: _CudaTicket | None = None
 
-    def hold(self, count: int) -> _CudaTicket:
+    def hold(self, count: int, *, reported: bool) -> _CudaTicket:
         """Return the ticket of a batch of `count` sequences that was just enqueued."""
         self._done.record()
-        self._ticket = _CudaTicket(self, count)
+        self._ticket = _CudaTicket(self, count, reported=reported)
         return self._ticket
 
-    def take(self, count: int) -> list[int]:
-        """Wait for the batch; return its result. The memory may be used for the next one then."""
+    def take(self, count: int, *, reported: bool) -> tuple[list[int], NDArray[np.int32]]:
+        """Wait for the batch; return its result and report. The memory may be used for the next one then."""
         self._done.synchronize()
         self._ticket = None
-        numbers: list[int] = self._numbers[:count].tolist()
-        return numbers
+        return self.numbers[:count].tolist(), self.details[:count].numpy().copy() if reported else NO_REPORT
 
     def free(self) -> None:
         """Wait for the batch that still uses this memory, if there is one. Its ticket keeps the result."""
@@ -176,16 +242,23 @@ class _Stage:
 
 
 class _CudaTicket:
-    def __init__(self, stage: _Stage, count: int) -> None:
+    def __init__(self, stage: _Stage, count: int, *, reported: bool) -> None:
         self._stage = stage
         self._count = count
-        self._numbers: list[int] | None = None
+        self._reported = reported
+        self._taken: tuple[list[int], NDArray[np.int32]] | None = None
 
     @property
     def bucket(self) -> Bucket:
         return self._stage.host.layout.bucket
 
     def result(self) -> list[int]:
-        if self._numbers is None:
-            self._numbers = self._stage.take(self._count)
-        return self._numbers
+        return self._take()[0]
+
+    def report(self) -> NDArray[np.int32]:
+        return self._take()[1]
+
+    def _take(self) -> tuple[list[int], NDArray[np.int32]]:
+        if self._taken is None:
+            self._taken = self._stage.take(self._count, reported=self._reported)
+        return self._taken

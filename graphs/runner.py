@@ -14,6 +14,7 @@ from graphs.buckets import Bucket, Ladder
 from graphs.capture import GraphMemory
 from graphs.layout import SCRATCH_PAGE, BatchLayout, SlotInput
 from graphs.programs import Computation, CudaProgram, HostProgram, Program, Ticket
+from graphs.shaping import ShapingBuffers
 
 _LOG = logging.getLogger(__name__)
 _TIMED_BATCHES = {"cuda": 3, "cpu": 1}
@@ -48,19 +49,23 @@ class GraphRunner:
         page_size: int,
         device: torch.device,
         use_graphs: bool = True,
+        shaping: ShapingBuffers | None = None,
     ) -> None:
+        """`shaping`: for computations that read it; made for the most slots that a bucket has."""
         self.ladder = ladder
         self._computation = computation
         self._pages_per_slot = pages_per_slot
         self._page_size = page_size
         self._device = device
+        self._shaping = shaping
         self._memory = GraphMemory(device) if device.type == "cuda" and use_graphs else None
         self._programs: dict[Bucket, Program] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all static buffers and graphs."""
-        return sum(program.size_bytes for program in self._programs.values())
+        shared = 0 if self._shaping is None else self._shaping.size_bytes
+        return shared + sum(program.size_bytes for program in self._programs.values())
 
     def prepare(self) -> tuple[BucketReport, ...]:
         """Capture every bucket, largest first, and time it. Must be called once, before batches are submitted.
@@ -99,11 +104,11 @@ class GraphRunner:
         layout = BatchLayout(bucket=bucket, pages_per_slot=self._pages_per_slot, page_size=self._page_size)
         program: Program
         if self._device.type == "cuda":
-            program = cuda_program = CudaProgram(self._computation, layout, self._device)
+            program = cuda_program = CudaProgram(self._computation, layout, self._device, self._shaping)
             if self._memory is not None:
                 cuda_program.capture(self._memory)
         else:
-            program = HostProgram(self._computation, layout)
+            program = HostProgram(self._computation, layout, self._shaping)
         self._programs[bucket] = program
         prepared = time.perf_counter()
         batch = _full_batch(layout)

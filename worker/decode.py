@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
+from scheduler.errors import InvalidRequestError, PurefillError
 from scheduler.messages import DecodeStart, Lease, Request, SequenceRef, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.model_runner import ModelRunner, slot_input
+from worker.model_runner import ModelRunner
+from worker.outputs import OutputState, slot_input
+from worker.sampling.logprobs import read_logprobs
 from worker.sequences import finish_reason
 
 _MAX_CANCELLED_EARLY = 4096
@@ -26,6 +32,7 @@ class _Sequence:
     num_cached: int
     newest_token: int
     num_outputs: int
+    state: OutputState | None = None
 
     @property
     def ref(self) -> SequenceRef:
@@ -84,7 +91,11 @@ class DecodeEngine:
             del self._cancelled_early[sequence.ref]
             self._released.append(sequence.ref)
             return
-        error = self._pool.check([start.lease]).get(0)
+        error: PurefillError | None = self._pool.check([start.lease]).get(0)
+        try:
+            sequence.state = self._runner.track(request)
+        except InvalidRequestError as invalid:
+            error = invalid
         if error is not None:
             event = TokenEvent(
                 request_id=request.request_id,
@@ -95,6 +106,8 @@ class DecodeEngine:
             self._failed.append((request.api_server, event))
             self._released.append(sequence.ref)
             return
+        if sequence.state is not None:
+            sequence.state.accept(start.first_token_id)
         self._running[sequence.ref] = sequence
 
     def cancel(self, ref: SequenceRef) -> None:
@@ -114,16 +127,27 @@ class DecodeEngine:
         self._failed, self._released = [], []
         batch = list(self._running.values())[: self._max_num_seqs]
         if batch:
-            tokens = self._runner.submit([_slot(sequence) for sequence in batch]).result()
-            for sequence, token in zip(batch, tokens, strict=True):
-                self._advance(sequence, token, outcome)
+            ticket = self._runner.submit([_slot(sequence) for sequence in batch])
+            report = ticket.report()
+            for i, (sequence, token) in enumerate(zip(batch, ticket.result(), strict=True)):
+                self._advance(sequence, token, report[i] if len(report) else None, outcome)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
-    def _advance(self, sequence: _Sequence, token: int, outcome: StepOutcome) -> None:
+    def _advance(
+        self, sequence: _Sequence, token: int, report: NDArray[np.int32] | None, outcome: StepOutcome
+    ) -> None:
         request, index = sequence.request, sequence.num_outputs
         reason = finish_reason(request, index, token)
-        event = TokenEvent(request_id=request.request_id, index=index, token_id=token, finish_reason=reason)
+        event = TokenEvent(
+            request_id=request.request_id,
+            index=index,
+            token_id=token,
+            finish_reason=reason,
+            logprobs=read_logprobs(request.sampling, report, token),
+        )
+        if sequence.state is not None:
+            sequence.state.accept(token)
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1
@@ -140,4 +164,5 @@ def _slot(sequence: _Sequence) -> SlotInput:
         num_cached=sequence.num_cached,
         page_ids=sequence.lease.page_ids,
         output_index=sequence.num_outputs,
+        state=sequence.state,
     )

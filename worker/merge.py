@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which transformers' families keep layers that read the same input."""
@@ -44,10 +43,13 @@ class MergedLinear(nn.Module):
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._sizes = [layer.out_features for layer in layers]
+        self.whole = nn.Linear(1, 1, bias=layers[0].bias is not None, device="meta")
+        self.whole.in_features, self.whole.out_features = layers[0].in_features, sum(self._sizes)
         weights = torch.cat([layer.weight.data for layer in layers])
-        self.weight = nn.Parameter(weights, requires_grad=False)
-        biases = [layer.bias.data for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.whole.weight = nn.Parameter(weights, requires_grad=False)
+        if layers[0].bias is not None:
+            biases = torch.cat([layer.bias.data for layer in layers])
+            self.whole.bias = nn.Parameter(biases, requires_grad=False)
         self._input: torch.Tensor | None = None
         self._outputs: list[torch.Tensor | None] = []
 
@@ -55,7 +57,7 @@ class MergedLinear(nn.Module):
         """Return what layer `index` makes of `inputs`, ``[..., in]``: a view, ``[..., out of the layer]``."""
         if self._input is not inputs:
             self._input = inputs
-            self._outputs = list(linear(inputs, self.weight, self.bias).split(self._sizes, dim=-1))
+            self._outputs = list(self.whole(inputs).split(self._sizes, dim=-1))
         output = self._outputs[index]
         assert output is not None, "a part was asked twice for one input"
         self._outputs[index] = None

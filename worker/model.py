@@ -18,7 +18,8 @@ from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
-from worker.merge import MergedLinear, merge_projections
+from worker.merge import merge_projections
+from worker.packed import PackedLinear, pack_linears
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
@@ -61,20 +62,22 @@ class Model:
         weight: torch.Tensor = self._model.get_input_embeddings().weight  # type: ignore[assignment]
         return weight
 
-    def matrices(self) -> list[tuple[torch.Tensor, bool]]:
-        """Return the weights of all linear layers, ``[out, in]``, and whether each is the LM head."""
+    def linear_layers(self) -> list[tuple[torch.nn.Linear | PackedLinear, bool]]:
+        """Return all linear layers, and whether each is the LM head."""
         head = self._model.get_output_embeddings()
         return [
-            (module.weight, module is head)
+            (module, module is head)
             for module in self._model.modules()
-            if isinstance(module, torch.nn.Linear | MergedLinear)
+            if isinstance(module, torch.nn.Linear | PackedLinear)
         ]
 
     @property
     def activation_bytes(self) -> int:
         """About how many bytes a forward pass needs per token position, besides weights and KV."""
         text = self._model.config.get_text_config()
-        widest = max((int(weight.shape[0]) for weight, is_head in self.matrices() if not is_head), default=0)
+        widest = max(
+            (layer.out_features for layer, is_head in self.linear_layers() if not is_head), default=0
+        )
         return int(self.kv_spec.dtype.itemsize * (2 * widest + 8 * text.hidden_size))
 
     @property
@@ -88,11 +91,21 @@ class Model:
         Rows of unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
+        return self._logits(inputs, derived.positions, pool, kept=derived.last_token)
+
+    def all_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
+        """Do the same as `logits`, but return the logits after every token position, ``[T, V]``."""
+        return self._logits(inputs, inputs.derive().positions, pool, kept=0)
+
+    def _logits(
+        self, inputs: BatchInputs, positions: torch.Tensor, pool: KVPool, *, kept: torch.Tensor | int
+    ) -> torch.Tensor:
+        """`kept` are the positions of which logits are wanted; 0 stands for all, as in transformers."""
         output = self._model(
             input_ids=inputs.token_ids.unsqueeze(0),
-            position_ids=derived.positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=derived.last_token,
+            logits_to_keep=kept,
             paged=HostPass(inputs, pool) if pool.device.type == "cpu" else CudaPass(inputs, pool),
         )
         logits: torch.Tensor = output.logits[0]
@@ -139,6 +152,8 @@ def load_model(source: ModelSource) -> Model:
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
     own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
     merge_projections(model)
+    if model.device.type == "cpu":
+        pack_linears(model)
     loaded = Model(model, kv_spec, info)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
-from graphs.buckets import Ladder
-from graphs.layout import BatchInputs, SlotInput
+from graphs.buckets import Bucket, Ladder
+from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
 from graphs.programs import Computation, Ticket
 from graphs.runner import BucketReport, GraphRunner
+from graphs.shaping import ShapingBuffers
 from scheduler.messages import Request
 from worker.kv_pool import KVPool
 from worker.model import Model
+from worker.outputs import OutputState, track
 from worker.sampling import CHOICES, COMPILABLE_CHOICES, needed_choice
+from worker.sampling.logprobs import make_report
 
+_PROMPT_CHUNK_TOKENS = 256
+"""Most tokens of a prompt whose logits are in memory at once: 156 MB of float32 for a vocabulary of 152,000."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,6 +67,42 @@ class ModelRunner:
         """Start to compute the tokens of `slots` in one pass; its result is the next token after each."""
         return self._graphs.submit(slots)
 
+    def track(self, request: Request) -> OutputState | None:
+        """Return what the settings of a sequence must know of its tokens, or None if nothing.
+
+        Raises `InvalidRequestError` that names the field if a setting is none that can be computed.
+        """
+        return track(request, vocab_size=self._model.info.vocab_size)
+
+    @torch.inference_mode()
+    def report_prompt(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Start to compute how likely each token of a prompt is after those before it; write its KV on the way.
+
+        This takes passes of its own, without graphs: one for each tensor returned. Together they are the report's
+        rows, ``[len(token_ids) - 1, width]``.
+        """
+        report, rows = make_report(self._model.info.vocab_size), []
+        last = len(token_ids) - 1
+        size = min(_PROMPT_CHUNK_TOKENS, self.ladder.buckets[0].num_tokens)
+        for start in range(0, last, size):
+            end = min(start + size, last)
+            layout = BatchLayout(
+                bucket=Bucket(end - start, 1),
+                pages_per_slot=self._pages_per_slot,
+                page_size=self._pool.page_size,
+            )
+            host = HostBatch(layout)
+            host.pack([SlotInput(token_ids=token_ids[start:end], num_cached=start, page_ids=page_ids)])
+            inputs = BatchInputs.of(layout, host.tensor.to(self._pool.device))
+            logits = self._model.all_logits(inputs, self._pool)
+            following = torch.tensor(token_ids[start + 1 : end + 1], device=logits.device)
+            rows.append(report.compute(logits, following))
+        return rows
+
+    @property
+    def _pages_per_slot(self) -> int:
+        return -(-self._model.info.max_model_len // self._pool.page_size)
+
     def _make_graphs(self, ladder: Ladder) -> GraphRunner:
         captured = self._pool.device.type == "cuda" and self.eager_reason is None
         logits = self._model.compiled_logits if captured else self._model.logits
@@ -76,29 +117,25 @@ class ModelRunner:
             from worker.compiled import compile_choice
 
             finishes |= {name: compile_choice(finishes[name]) for name in COMPILABLE_CHOICES}
+        vocab_size = self._model.info.vocab_size
+        max_slots = max(bucket.num_slots for bucket in ladder.buckets)
         return GraphRunner(
-            Computation(forward=forward, finishes=finishes, choose_finish=needed_choice),
+            Computation(
+                forward=forward,
+                finishes=finishes,
+                choose_finish=needed_choice,
+                report=make_report(vocab_size),
+            ),
             ladder,
-            pages_per_slot=-(-self._model.info.max_model_len // pool.page_size),
+            pages_per_slot=self._pages_per_slot,
             page_size=pool.page_size,
             device=pool.device,
             use_graphs=captured,
+            shaping=ShapingBuffers(
+                max_slots=max_slots,
+                vocab_size=vocab_size,
+                # All tokens of a history have KV in the pool, and no two sequences share a page.
+                history_tokens=min(max_slots * self._pages_per_slot, pool.num_pages) * pool.page_size,
+                device=pool.device,
+            ),
         )
-
-
-def slot_input(
-    request: Request, token_ids: Sequence[int], *, num_cached: int, page_ids: Sequence[int], output_index: int
-) -> SlotInput:
-    """Make the input of one sequence: `token_ids` after `num_cached` tokens, choosing output `output_index`."""
-    sampling = request.sampling
-    return SlotInput(
-        token_ids=token_ids,
-        num_cached=num_cached,
-        page_ids=page_ids,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        output_index=output_index,
-        banned_ids=sampling.stop_token_ids if output_index < sampling.min_tokens else (),
-    )

@@ -5,18 +5,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
-from graphs.programs import Ticket
+from graphs.programs import NO_REPORT, Ticket
 from graphs.runner import BucketReport
-from scheduler.errors import StaleLeaseError
+from scheduler.errors import InvalidRequestError, PurefillError
 from scheduler.messages import PoolHandle, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult, Request
 from worker.kv_pool import KVPool
 from worker.model import Model
-from worker.model_runner import ModelRunner, slot_input
+from worker.model_runner import ModelRunner
+from worker.outputs import OutputState, slot_input
+from worker.sampling.logprobs import read_logprobs, read_prompt_report
 from worker.sequences import finish_reason
 
 
@@ -93,23 +99,45 @@ class PrefillEngine:
         """Start a batch. On a GPU this returns before it is computed, so that the next one can be prepared."""
         started = time.perf_counter()
         pool, runner = self._pools[batch.decode_worker], self._runners[batch.decode_worker]
-        refused = pool.claim([item.lease for item in batch.items])
-        items = [item for i, item in enumerate(batch.items) if i not in refused]
+        refused: dict[str, PurefillError] = {
+            batch.items[i].request.request_id: error
+            for i, error in pool.claim([item.lease for item in batch.items]).items()
+        }
+        items: list[PrefillItem] = []
+        states: list[OutputState | None] = []
+        for item in batch.items:
+            if item.request.request_id in refused:
+                continue
+            try:
+                states.append(runner.track(item.request))
+                items.append(item)
+            except InvalidRequestError as error:
+                refused[item.request.request_id] = error
         tokens = [_tokens(item.request) for item in items]
+        # First, because the passes of the batch write the same KV again: what stays does not depend on this.
+        prompt_reports = {
+            item.request.request_id: runner.report_prompt(item.request.prompt_token_ids, item.lease.page_ids)
+            for item in items
+            if item.request.sampling.prompt_logprobs and not item.request.output_token_ids
+        }
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
             [len(ids) for ids in tokens], max_tokens=largest.num_tokens, max_slots=largest.num_slots
         )
         passes = [
-            (segments, runner.submit([_slot(items[s.item], tokens[s.item], s) for s in segments]))
+            (
+                segments,
+                runner.submit([_slot(items[s.item], tokens[s.item], s, states[s.item]) for s in segments]),
+            )
             for segments in plan
         ]
         return SubmittedPrefill(
             worker=self.name,
             batch=batch,
             items=items,
-            refused={batch.items[i].request.request_id: error for i, error in refused.items()},
+            refused=refused,
             passes=passes,
+            prompt_reports=prompt_reports,
             pool=pool,
             eager_reason=runner.eager_reason,
             started=started,
@@ -124,38 +152,65 @@ class SubmittedPrefill:
     batch: PrefillBatch
     items: Sequence[PrefillItem]
     """Those of the batch that are computed."""
-    refused: Mapping[str, StaleLeaseError]
+    refused: Mapping[str, PurefillError]
     """Why the others are not, by request id."""
     passes: Sequence[tuple[Sequence[Segment], Ticket]]
+    prompt_reports: Mapping[str, Sequence[torch.Tensor]]
+    """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
     pool: KVPool
     eager_reason: str | None
     started: float
 
     def result(self) -> PrefillResult:
         """Wait for the batch and return what became of its items."""
-        chosen: dict[str, int] = {}
+        chosen: dict[str, PrefillOutcome] = {}
         buckets: Counter[str] = Counter()
         num_tokens = padding = 0
         for segments, ticket in self.passes:
             # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            for segment, token in zip(segments, ticket.result(), strict=True):
-                chosen[self.items[segment.item].request.request_id] = token
+            report = ticket.report()
+            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
+                request = self.items[segment.item].request
+                chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
             pass_tokens = sum(segment.end - segment.start for segment in segments)
             buckets[str(ticket.bucket)] += 1
             num_tokens += pass_tokens
             padding += ticket.bucket.num_tokens - pass_tokens
         late = self.pool.check([item.lease for item in self.items])
         failed = {**self.refused, **{self.items[i].request.request_id: error for i, error in late.items()}}
+        eager_steps = {
+            self.eager_reason: len(self.passes),
+            "prompt_logprobs": sum(map(len, self.prompt_reports.values())),
+        }
         return PrefillResult(
             batch_id=self.batch.batch_id,
             worker=self.worker,
-            outcomes=tuple(_outcome(item, chosen, failed) for item in self.batch.items),
+            outcomes=tuple(self._outcome(item.request, chosen, failed) for item in self.batch.items),
             num_tokens=num_tokens,
             padding_tokens=padding,
             replays={} if self.eager_reason else dict(buckets),
-            eager_steps={self.eager_reason: len(self.passes)} if self.eager_reason else {},
+            eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
             seconds=time.perf_counter() - self.started,
         )
+
+    def _outcome(
+        self,
+        request: Request,
+        chosen: Mapping[str, PrefillOutcome],
+        failed: Mapping[str, PurefillError],
+    ) -> PrefillOutcome:
+        error = failed.get(request.request_id)
+        if error is not None:
+            return PrefillOutcome(
+                request_id=request.request_id, error_label=error.label, error_message=str(error)
+            )
+        outcome = chosen[request.request_id]
+        report = self.prompt_reports.get(request.request_id)
+        if report is None:
+            return outcome
+        num_top = request.sampling.num_logprobs or 0
+        rows = torch.cat([*report]).cpu().numpy() if report else NO_REPORT
+        return replace(outcome, prompt_logprobs=read_prompt_report(rows, request.prompt_token_ids, num_top))
 
 
 def _tokens(request: Request) -> Sequence[int]:
@@ -165,28 +220,24 @@ def _tokens(request: Request) -> Sequence[int]:
     return (*request.prompt_token_ids, *request.output_token_ids)
 
 
-def _slot(item: PrefillItem, token_ids: Sequence[int], segment: Segment) -> SlotInput:
+def _slot(
+    item: PrefillItem, token_ids: Sequence[int], segment: Segment, state: OutputState | None
+) -> SlotInput:
     return slot_input(
         item.request,
         token_ids[segment.start : segment.end],
         num_cached=segment.start,
         page_ids=item.lease.page_ids,
         output_index=len(item.request.output_token_ids),
+        # Nobody wants what an earlier chunk chooses.
+        state=state if segment.end == len(token_ids) else None,
     )
 
 
-def _outcome(
-    item: PrefillItem, chosen: Mapping[str, int], failed: Mapping[str, StaleLeaseError]
-) -> PrefillOutcome:
-    request = item.request
-    error = failed.get(request.request_id)
-    if error is not None:
-        return PrefillOutcome(
-            request_id=request.request_id, error_label=error.label, error_message=str(error)
-        )
-    token = chosen[request.request_id]
+def _chosen(request: Request, token_id: int, report: NDArray[np.int32] | None) -> PrefillOutcome:
     return PrefillOutcome(
         request_id=request.request_id,
-        token_id=token,
-        finish_reason=finish_reason(request, len(request.output_token_ids), token),
+        token_id=token_id,
+        finish_reason=finish_reason(request, len(request.output_token_ids), token_id),
+        logprobs=read_logprobs(request.sampling, report, token_id),
     )

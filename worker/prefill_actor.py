@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scheduler.messages import (
@@ -74,9 +75,15 @@ class PrefillWorker:
                     index=len(item.request.output_token_ids),
                     token_id=outcome.token_id,
                     finish_reason=outcome.finish_reason,
+                    logprobs=outcome.logprobs,
+                    prompt_logprobs=outcome.prompt_logprobs,
                 ),
             )
             for item, outcome in zip(batch.items, result.outcomes, strict=True)
             if outcome.token_id is not None
         )
-        return result
+        # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+        return replace(
+            result,
+            outcomes=tuple(replace(o, logprobs=None, prompt_logprobs=None) for o in result.outcomes),
+        )

@@ -1,4 +1,4 @@
-"""Choosing the next token. All slots at once, each with its own settings and its own random stream.
+"""Choosing tokens: the best one, or a draw. All slots at once, each with its own random stream.
 
 The random number for a candidate token is a hash of (request seed, place in the output, token id), so it does
 not depend on the batch, the slot or the worker: a request computed again chooses the same tokens.
@@ -6,61 +6,43 @@ not depend on the batch, the slot or the worker: a request computed again choose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 import torch
 
-from graphs.layout import BatchInputs, SlotInput
+from graphs.layout import BatchInputs
 
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-_MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Below this a draw is greedy in all but name, and dividing by it would overflow."""
-
-
-def needed_choice(slots: Sequence[SlotInput]) -> str:
-    """Return which of `CHOICES` a batch needs: the cheapest that does what its settings ask."""
-    sampled = [slot for slot in slots if slot.temperature >= _MIN_TEMPERATURE]
-    if any(slot.top_k > 0 or slot.top_p < 1 for slot in sampled):
-        return "filtered"
-    return "sampled" if sampled else "greedy"
 
 
 def choose_greedy(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Return the best token of each slot, ``[S]`` int64, from `logits`, ``[S, vocab]`` of any float type."""
-    return _best(_ban(logits.float(), inputs.banned_ids))
+    return best(ban(logits.float(), inputs.banned_ids))
 
 
 def choose_sampled(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_greedy` where the temperature is 0 or next to it; draws from the whole vocabulary elsewhere."""
-    logits = _ban(logits.float(), inputs.banned_ids)
-    return torch.where(
-        inputs.temperature >= _MIN_TEMPERATURE, _draw(_heat(logits, inputs), inputs), _best(logits)
-    )
+    logits = ban(logits.float(), inputs.banned_ids)
+    return draw_or_best(heat(logits, inputs), logits, inputs)
 
 
 def choose_filtered(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Like `choose_sampled`, but draws from each slot's top-k, then top-p, as transformers does."""
-    logits = _ban(logits.float(), inputs.banned_ids)
-    filtered = _filter(_heat(logits, inputs), inputs.top_k, inputs.top_p)
-    return torch.where(inputs.temperature >= _MIN_TEMPERATURE, _draw(filtered, inputs), _best(logits))
+    logits = ban(logits.float(), inputs.banned_ids)
+    return draw_or_best(keep_top(heat(logits, inputs), inputs.top_k, inputs.top_p), logits, inputs)
 
 
-CHOICES: Mapping[str, Callable[[torch.Tensor, BatchInputs], torch.Tensor]] = {
-    "greedy": choose_greedy,
-    "sampled": choose_sampled,
-    "filtered": choose_filtered,
-}
-"""Ways to choose tokens, the cheapest first. None of them waits for the device or has a shape that depends on
-values, so each can be captured."""
-COMPILABLE_CHOICES = frozenset({"greedy", "sampled"})
-"""Those that inductor makes faster. Most of `choose_filtered` is a sort, and inductor fails at its cumulative sum."""
+def draw_or_best(heated: torch.Tensor, logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+    """Draw a token from the softmax of `heated`, or take the best of `logits` where the temperature says so."""
+    drawn = draw(heated, inputs)
+    return torch.where(inputs.temperature >= MIN_TEMPERATURE, drawn, best(logits))
 
 
-def _best(scores: torch.Tensor) -> torch.Tensor:
+def best(scores: torch.Tensor) -> torch.Tensor:
     """Return the place of the largest score of each row of ``[S, vocab]``, the first of equals; ``[S]`` int64.
 
     In two steps, because a compiled argmax gives a whole row to one multiprocessor.
@@ -72,7 +54,7 @@ def _best(scores: torch.Tensor) -> torch.Tensor:
     return (part * (vocab_size // num_parts) + place.gather(1, part)).squeeze(1)
 
 
-def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
+def ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
     """Return logits with each slot's banned tokens at minus infinity; id -1 bans nothing."""
     vocab_size = logits.shape[1]
     # A spare column takes the writes of id -1, so that the shape never depends on how many are banned.
@@ -81,18 +63,18 @@ def _ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
     return padded.scatter(1, index, float("-inf"))[:, :vocab_size].contiguous()
 
 
-def _heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+def heat(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Return logits divided by each slot's temperature; greedy slots as they are."""
-    return logits / torch.where(inputs.temperature >= _MIN_TEMPERATURE, inputs.temperature, 1.0).unsqueeze(1)
+    return logits / torch.where(inputs.temperature >= MIN_TEMPERATURE, inputs.temperature, 1.0).unsqueeze(1)
 
 
-def _draw(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+def draw(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
     """Draw a token of each slot, ``[S]``, from the softmax of its logits."""
     # Gumbel-max: the largest of logit + Gumbel noise is a draw from the softmax, and needs no sum over the vocabulary.
-    return _best(logits + _gumbel(inputs.seed, inputs.output_index, logits.shape[1]))
+    return best(logits + _gumbel(inputs.seed, inputs.output_index, logits.shape[1]))
 
 
-def _filter(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Return logits with everything outside each slot's top-k and top-p at minus infinity."""
     vocab_size = logits.shape[1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
