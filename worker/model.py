@@ -17,6 +17,7 @@ from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, S
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, HostPass
+from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
@@ -154,6 +155,7 @@ def load_model(source: ModelSource) -> Model:
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
+        keep_freed_memory()
     loaded = Model(model, kv_spec, info)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
