@@ -15,7 +15,7 @@ from worker.kv_pool import KVPool
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 
 
-def test_one_version_serves_all_buckets_of_prefill_and_decode(
+def test_one_version_serves_buckets_of_all_sizes(
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions: list[torch.fx.GraphModule] = []
