@@ -68,6 +68,9 @@ class KVPool:
         self.memory = memory
         """All keys and values, in one dimension."""
         self._epochs = epochs
+        # A batch has few pages: reading them one by one from a memoryview is faster than numpy's ways to read many.
+        self._epoch_view = epochs.data
+        self._epoch_of = self._epoch_view.__getitem__
         # Between threads of this process; other processes write only into pages that nobody else has leased.
         self._lock = threading.Lock()
         self._shapes = [(num_pages, page_size, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
@@ -203,33 +206,25 @@ class KVPool:
 
         Returns the errors of the leases that are refused, by place: of those a page has a newer epoch already.
         """
-        pages, epochs = _flatten(leases)
         refused: dict[int, StaleLeaseError] = {}
         with self._lock:
-            newest = self._epochs[pages]
-            if (newest <= epochs).all():  # nearly always
-                self._epochs[pages] = epochs
-                return {}
             for i, lease in enumerate(leases):
-                own = np.asarray(lease.page_ids, dtype=np.int64)
-                newest_epoch = int(self._epochs[own].max(initial=0))
-                if newest_epoch > lease.epoch:
+                newest = max(map(self._epoch_of, lease.page_ids), default=0)
+                if newest > lease.epoch:
                     refused[i] = StaleLeaseError(
-                        f"pages are leased under epoch {newest_epoch}, refused epoch {lease.epoch}"
+                        f"pages are leased under epoch {newest}, refused epoch {lease.epoch}"
                     )
-                else:
-                    self._epochs[own] = lease.epoch
+                    continue
+                for page in lease.page_ids:
+                    self._epoch_view[page] = lease.epoch
         return refused
 
     def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
         """Return the errors of leases, by place, of which a page was not last claimed under exactly their epoch."""
-        pages, epochs = _flatten(leases)
-        if (self._epochs[pages] == epochs).all():
-            return {}
         return {
             i: StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
             for i, lease in enumerate(leases)
-            if not (self._epochs[np.asarray(lease.page_ids, dtype=np.int64)] == lease.epoch).all()
+            if any(self._epoch_of(page) != lease.epoch for page in lease.page_ids)
         }
 
     def read_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
@@ -284,10 +279,3 @@ def _device_memory(spec: KVSpec, *, num_pages: int, page_size: int, device: torc
         return torch.zeros(count, dtype=spec.dtype, device=device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"kv_memory: cannot get {count * spec.dtype.itemsize} bytes: {error}") from error
-
-
-def _flatten(leases: Sequence[Lease]) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pages of the leases, and the epoch of each."""
-    pages = np.array([page for lease in leases for page in lease.page_ids], dtype=np.int64)
-    epochs = np.array([lease.epoch for lease in leases], dtype=np.int64)
-    return pages, epochs.repeat([len(lease.page_ids) for lease in leases])
