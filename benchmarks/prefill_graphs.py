@@ -1,10 +1,11 @@
 """Prefill of pure batches: correctness of the graphs, then their time next to a GEMM floor and to other servers.
 
-    python benchmarks/prefill_graphs.py --models qwen3-8b qwen3-0.6b --peer vllm.json
+    python benchmarks/prefill_graphs.py --models qwen3-8b qwen3-0.6b --peer vllm.json --out purefill.json
     python benchmarks/prefill_graphs.py --device cpu --folder PATH_OF_SMOLLM2 --peer vllm-cpu.json
 
 All weights are random unless --folder names a model. The times of vLLM come from `peer_vllm.py`, which runs in an
-environment of its own and writes the JSON that --peer names. The last thing printed is the table.
+environment of its own and writes the JSON that --peer names. The last things printed are the table and what failed
+or, with --time-limit-s, was left out. A second run shows how long a start takes with the compiled code in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +27,15 @@ import torch
 from shapes import NAMES, write_shape
 
 from graphs.buckets import BucketLadder, default_token_ladder
+from graphs.capture import CapturedGraph
 from scheduler.messages import Lease, PrefillBatch, PrefillItem, Request, SamplingParams
 from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model
 from worker.prefill import PrefillEngine
 
 MAX_PROMPTS = prefill_checks.MAX_PROMPTS
-WARM_UP = 3
+WARM_UP = 4
+"""Batches before the clock counts: each of a bucket's two graphs has run twice then."""
 POOL = "decode-0"
 
 
@@ -116,24 +120,50 @@ def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> 
 
     Each time the prompts are new and made before the clock starts, so that the GPU rests as long between two batches
     as it does in `peer_vllm.py`: running without a pause it becomes slower. The host's part is that of submitting,
-    the launch included, and of taking the result; the GPU computes during some of it.
+    the launch included, and of taking the result; the GPU does not work meanwhile, save at the end of the launch.
+    On the CPU, where nothing is launched, the processor's time counts, which other programs disturb least.
     """
-    totals, hosts = [], []
+    totals, hosts, launches, cpu_times = [], [], [], []
     for repeat in range(repeats + WARM_UP):
         batch = bench.batch(bench.random_prompts([length] * num_prompts, seed=repeat))
-        started = time.perf_counter()
-        submitted = bench.engine.submit(batch)
-        launched = time.perf_counter()
-        _synchronize(bench.pool.device)
-        computed = time.perf_counter()
-        submitted.result()
-        ended = time.perf_counter()
+        with _timed_launches() as launch:
+            cpu_started, started = time.process_time(), time.perf_counter()
+            submitted = bench.engine.submit(batch)
+            launched = time.perf_counter()
+            _synchronize(bench.pool.device)
+            computed = time.perf_counter()
+            submitted.result()
+            ended, cpu_ended = time.perf_counter(), time.process_time()
         totals.append(ended - started)
         hosts.append(launched - started + ended - computed)
+        launches.append(sum(launch))
+        cpu_times.append(cpu_ended - cpu_started)
+    figures = {"ms": statistics.median(totals[WARM_UP:]) * 1e3}
+    if bench.pool.device.type == "cpu":
+        return {**figures, "cpu_ms": statistics.median(cpu_times[WARM_UP:]) * 1e3}
     return {
-        "ms": statistics.median(totals[WARM_UP:]) * 1e3,
+        **figures,
         "host_us": statistics.median(hosts[WARM_UP:]) * 1e6,
+        "launch_us": statistics.median(launches[WARM_UP:]) * 1e6,
     }
+
+
+@contextmanager
+def _timed_launches() -> Iterator[list[float]]:
+    """Collect how long the launches of graphs take, in seconds."""
+    seconds: list[float] = []
+    replay = CapturedGraph.replay
+
+    def timed(graph: CapturedGraph) -> None:
+        started = time.perf_counter()
+        replay(graph)
+        seconds.append(time.perf_counter() - started)
+
+    CapturedGraph.replay = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        CapturedGraph.replay = replay  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
@@ -182,35 +212,35 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_model(bench: Bench, args: argparse.Namespace, peer: dict[str, float]) -> list[dict[str, object]]:
-    """Measure every size; print a line each."""
-    rows: list[dict[str, object]] = []
-    for size in args.sizes:
-        num_prompts, length = map(int, size.split("x"))
-        row: dict[str, object] = {
-            "model": bench.name,
-            "size": size,
-            **measure_batch(bench, num_prompts, length, args.repeats),
-        }
-        row["floor_ms"] = gemm_floor_ms(bench, num_prompts * length, num_prompts, args.repeats)
-        if size in peer:
-            row["peer_ms"] = peer[size]
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    return rows
+def time_model(bench: Bench, size: str, repeats: int, peer: dict[str, float]) -> dict[str, object]:
+    """Measure a size, written as prompts x tokens; print its figures."""
+    num_prompts, length = map(int, size.split("x"))
+    row: dict[str, object] = {
+        "model": bench.name,
+        "size": size,
+        **measure_batch(bench, num_prompts, length, repeats),
+        "floor_ms": gemm_floor_ms(bench, num_prompts * length, num_prompts, repeats),
+    }
+    if size in peer:
+        row["peer_ms"] = peer[size]
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:
     """Print the figures and their ratios."""
     print(
-        f"\n{'model':<14}{'prompts':>9}{'ms':>9}{'floor':>9}{'/floor':>8}{'peer':>9}{'/peer':>8}{'host us':>9}"
+        f"\n{'model':<14}{'prompts':>9}{'ms':>9}{'floor':>9}{'/floor':>8}{'peer':>9}{'/peer':>8}"
+        f"{'host us':>9}{'launch us':>11}{'cpu ms':>9}"
     )
     for row in rows:
         ms, floor, peer = float(str(row["ms"])), float(str(row["floor_ms"])), row.get("peer_ms")
-        peer_text = f"{peer:9.2f}{ms / float(str(peer)):8.2f}" if peer else f"{'-':>9}{'-':>8}"
-        print(
-            f"{row['model']:<14}{row['size']:>9}{ms:9.2f}{floor:9.2f}{ms / floor:8.2f}{peer_text}{row['host_us']:9.0f}"
+        peer_text = f"{peer:9.2f}{ms / float(str(peer)):8.3f}" if peer else f"{'-':>9}{'-':>8}"
+        others = "".join(
+            f"{row[name]:{width}.0f}" if name in row else f"{'-':>{width}}"
+            for name, width in (("host_us", 9), ("launch_us", 11), ("cpu_ms", 9))
         )
+        print(f"{row['model']:<14}{row['size']:>9}{ms:9.2f}{floor:9.2f}{ms / floor:8.2f}{peer_text}{others}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -237,29 +267,45 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--check-tokens", type=int, default=512, help="largest bucket of the checks")
     parser.add_argument("--peer", type=Path, help="JSON file: {model: {size: ms}}")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures, written after each of them")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=float("inf"), help="begin no check and no size after this long"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
-    """Check, measure, print the table. Returns 1 if a check failed."""
+    """Check, measure, print the table. Returns 1 if a check failed or if there was no time for something."""
+    started = time.perf_counter()
     args = parse_args()
     peers = json.loads(args.peer.read_text()) if args.peer else {}
     rows: list[dict[str, object]] = []
     failures: list[str] = []
+
+    def in_time(what: str) -> bool:
+        late = time.perf_counter() - started > args.time_limit_s
+        if late:
+            failures.append(f"{what}: not run, for want of time")
+        return not late
+
     with tempfile.TemporaryDirectory() as work:
         for name in [args.folder.name] if args.folder else args.models:
+            if not in_time(name):
+                continue
             folder = args.folder or write_shape(name, Path(work), num_layers=args.layers)
             ladder = args.capture_tokens or default_token_ladder(8192 if args.device == "cuda" else 1024)
             bench = make_bench(name, folder, args, capture_tokens=ladder)
             for check in prefill_checks.CHECKS if args.check is None else args.check:
-                failures += [f"{name}: {failure}" for failure in prefill_checks.CHECKS[check](bench)]
-            rows += time_model(bench, args, peers.get(name, {}))
+                if in_time(f"{name} {check}"):
+                    failures += [f"{name}: {failure}" for failure in prefill_checks.CHECKS[check](bench)]
+            for size in args.sizes:
+                if in_time(f"{name} {size}"):
+                    rows.append(time_model(bench, size, args.repeats, peers.get(name, {})))
+                    if args.out:
+                        args.out.write_text(json.dumps(rows, indent=1))
             del bench
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
     print_table(rows)
     for failure in failures:
         print("FAILED", failure)

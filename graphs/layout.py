@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-import numpy as np
 import torch
 
 from graphs.buckets import Bucket
@@ -78,7 +77,7 @@ class BatchLayout:
         return 4 * self.num_words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: they are made in haste, and frozen ones take twice as long
 class SlotInput:
     """One sequence of a batch: the tokens to compute now, and what it needs to attend and to sample."""
 
@@ -110,44 +109,52 @@ class HostBatch:
         self._words = words = self.tensor.numpy()
         self._bytes = words.data.cast("B")
         fields = layout.fields
-        self._fields = {
-            name: words[field.offset : field.end].reshape(field.shape) for name, field in fields.items()
+        self._byte_offsets = {name: 4 * field.offset for name, field in fields.items()}
+        self._rows = {
+            name: (range(4 * field.offset, 4 * field.end, 4 * field.shape[1]), field.shape[1])
+            for name, field in fields.items()
+            if len(field.shape) == 2
         }
-        self._seed = self._fields["seed"].reshape(-1).view(np.int64)
-        self._temperature = self._fields["temperature"].view(np.float32)
-        self._top_p = self._fields["top_p"].view(np.float32)
-        self._token_bytes = 4 * fields["token_ids"].offset
+        """Byte offsets of the rows of each field that has rows, and how many elements a row has."""
+        banned = fields["banned_ids"]
+        self._banned_ids = words[banned.offset : banned.end]
 
     def pack(self, slots: Sequence[SlotInput]) -> None:
         """Write a batch, padded: pad tokens belong to no sequence, unused slots are zero-length sequences.
 
         Raises `ValueError` if the batch does not fit the layout.
         """
-        ends = list(accumulate(len(slot.token_ids) for slot in slots))
+        bucket = self.layout.bucket
+        ends = list(accumulate([len(slot.token_ids) for slot in slots]))
         count, num_tokens = len(slots), ends[-1] if ends else 0
-        if count > self.layout.bucket.num_slots or num_tokens > self.layout.bucket.num_tokens:
-            raise ValueError(
-                f"{count} sequences of {num_tokens} tokens do not fit bucket {self.layout.bucket}"
-            )
-        fields = self._fields
+        if count > bucket.num_slots or num_tokens > bucket.num_tokens:
+            raise ValueError(f"{count} sequences of {num_tokens} tokens do not fit bucket {bucket}")
         self._words.fill(0)
-        # Of the ways to write many Python integers, struct is the fastest by far.
-        token_ids = chain.from_iterable(slot.token_ids for slot in slots)
-        struct.pack_into(f"{num_tokens}i", self._bytes, self._token_bytes, *token_ids)
-        fields["query_starts"][1 : count + 1] = ends
-        fields["query_starts"][count + 1 :] = num_tokens
-        fields["num_cached"][:count] = [slot.num_cached for slot in slots]
-        fields["top_k"][:count] = [slot.top_k for slot in slots]
-        fields["output_index"][:count] = [slot.output_index for slot in slots]
-        self._temperature[:count] = [slot.temperature for slot in slots]
-        self._top_p[:count] = [slot.top_p for slot in slots]
-        self._seed[:count] = [slot.seed for slot in slots]
-        fields["banned_ids"].fill(-1)
-        page_table = fields["page_table"]
-        for i, slot in enumerate(slots):
-            page_table[i, : len(slot.page_ids)] = slot.page_ids
+        self._banned_ids.fill(-1)
+        self._write("i", "token_ids", list(chain.from_iterable([slot.token_ids for slot in slots])))
+        self._write("i", "query_starts", [0, *ends, *[num_tokens] * (bucket.num_slots - count)])
+        self._write("i", "num_cached", [slot.num_cached for slot in slots])
+        self._write("i", "top_k", [slot.top_k for slot in slots])
+        self._write("i", "output_index", [slot.output_index for slot in slots])
+        self._write("f", "temperature", [slot.temperature for slot in slots])
+        self._write("f", "top_p", [slot.top_p for slot in slots])
+        self._write("q", "seed", [slot.seed for slot in slots])
+        for row, slot in enumerate(slots):
+            self._write_row("page_table", row, slot.page_ids)
             if slot.banned_ids:
-                fields["banned_ids"][i, : len(slot.banned_ids)] = slot.banned_ids
+                self._write_row("banned_ids", row, slot.banned_ids)
+
+    def _write(self, kind: str, name: str, values: Sequence[float]) -> None:
+        """Write the first elements of a field, of a type named as in `struct`."""
+        # Of the ways to write a few Python numbers, or many, struct is the fastest by far.
+        struct.pack_into(f"{len(values)}{kind}", self._bytes, self._byte_offsets[name], *values)
+
+    def _write_row(self, name: str, row: int, values: Sequence[int]) -> None:
+        """Write the first elements of a row of a field of integers."""
+        offsets, size = self._rows[name]
+        if len(values) > size:
+            raise ValueError(f"{name} of a sequence must be at most {size} numbers, got {len(values)}")
+        struct.pack_into(f"{len(values)}i", self._bytes, offsets[row], *values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,10 +127,11 @@ def _upload_shapings(buffers: ShapingBuffers | None, slots: Sequence[SlotInput],
 
 
 class CudaProgram:
-    """Runs the computation on a CUDA device: one copy in, one replay, one small copy out.
+    """Runs the computation on a CUDA device: one launch a batch, of a graph that begins with the copy of its input
+    from the host and ends with the copy of its numbers to it.
 
-    It has two host buffers, so that the next batch is packed and enqueued while one runs. Shapings and reports, in
-    batches that have them, are copies and a replay more.
+    It has two host buffers, so that the next batch is packed and enqueued while one runs; each has its own graphs.
+    Shapings and reports, in batches that have them, are copies and a launch more.
     """
 
     def __init__(
@@ -151,34 +152,36 @@ class CudaProgram:
         self._inputs = BatchInputs.of(layout, self._buffer, views)
         self._output = output
         width = 0 if computation.report is None else computation.report.width
-        self._details = torch.zeros((num_slots, width), dtype=torch.int32, device=device)
         self._stages = (_Stage(layout, width), _Stage(layout, width))
         self._first_finish = next(iter(computation.finishes))
-        self._graphs: dict[str, CapturedGraph] = {}
 
     def capture(self, memory: GraphMemory) -> None:
         """Capture the graphs. Until then a submitted batch runs without."""
+        for stage in self._stages:
+            stage.graphs = self._capture(stage, memory)
+
+    def _capture(self, stage: _Stage, memory: GraphMemory) -> dict[str, CapturedGraph]:
         rows: torch.Tensor
 
         def run_whole() -> None:
             nonlocal rows
-            rows = self._computation.forward(self._inputs)
-            self._finish(self._first_finish, rows)
+            rows = self._forward(stage)
+            self._finish(self._first_finish, rows, stage)
 
         graphs = {self._first_finish: memory.capture(run_whole)}
         for name in self._computation.finishes:
             if name not in graphs:
                 # It reads the rows where the first graph leaves them.
-                graphs[name] = memory.capture(lambda name=name: self._finish(name, rows))  # type: ignore[misc]
+                graphs[name] = memory.capture(lambda name=name: self._finish(name, rows, stage))  # type: ignore[misc]
         if self._computation.report is not None:
-            graphs[_REPORT] = memory.capture(lambda: self._report(rows))
-        self._graphs = graphs
+            graphs[_REPORT] = memory.capture(lambda: self._report(rows, stage))
+        return graphs
 
     @property
     def size_bytes(self) -> int:
         """Device bytes of graphs and static buffers."""
-        buffers = self._layout.size_bytes + self._output.nbytes + self._details.nbytes
-        return buffers + sum(graph.size_bytes for graph in self._graphs.values())
+        graphs = [graph for stage in self._stages for graph in stage.graphs.values()]
+        return self._layout.size_bytes + self._output.nbytes + sum(graph.size_bytes for graph in graphs)
 
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Enqueue a batch on the current stream and return at once, unless two are under way already."""
@@ -186,58 +189,60 @@ class CudaProgram:
         self._stages = (self._stages[1], stage)
         stage.free()
         stage.host.pack(slots)
-        self._buffer.copy_(stage.host.tensor, non_blocking=True)
         _upload_shapings(self._shaping, slots, self._layout)
         reported = any(slot.reported for slot in slots)
-        self._launch(self._computation.choose_finish(slots), reported)
-        return stage.hold(self._output, self._details if reported else None, len(slots))
+        self._launch(stage, self._computation.choose_finish(slots), reported)
+        return stage.hold(len(slots), reported=reported)
 
-    def _launch(self, finish: str, reported: bool) -> None:
-        if self._graphs:
-            self._graphs[self._first_finish].replay()
+    def _launch(self, stage: _Stage, finish: str, reported: bool) -> None:
+        if stage.graphs:
+            stage.graphs[self._first_finish].replay()
             if finish != self._first_finish:
-                self._graphs[finish].replay()
+                stage.graphs[finish].replay()
             if reported:
-                self._graphs[_REPORT].replay()
+                stage.graphs[_REPORT].replay()
         else:
-            rows = self._computation.forward(self._inputs)
-            self._finish(finish, rows)
+            rows = self._forward(stage)
+            self._finish(finish, rows, stage)
             if reported:
-                self._report(rows)
+                self._report(rows, stage)
 
-    def _finish(self, name: str, rows: torch.Tensor) -> None:
+    def _forward(self, stage: _Stage) -> torch.Tensor:
+        self._buffer.copy_(stage.host.tensor, non_blocking=True)
+        return self._computation.forward(self._inputs)
+
+    def _finish(self, name: str, rows: torch.Tensor, stage: _Stage) -> None:
         self._output.copy_(self._computation.finishes[name](rows, self._inputs))
+        stage.numbers.copy_(self._output, non_blocking=True)
 
-    def _report(self, rows: torch.Tensor) -> None:
+    def _report(self, rows: torch.Tensor, stage: _Stage) -> None:
         assert self._computation.report is not None
-        self._details.copy_(self._computation.report.compute(rows, self._output))
+        stage.details.copy_(self._computation.report.compute(rows, self._output), non_blocking=True)
 
 
 class _Stage:
-    """The pinned host memory of one batch under way: its input, and where its result arrives."""
+    """The pinned host memory of one batch under way, its input and its result, and the graphs that use it."""
 
     def __init__(self, layout: BatchLayout, report_width: int) -> None:
         num_slots = layout.bucket.num_slots
         self.host = HostBatch(layout, pinned=True)
-        self._result = torch.zeros(num_slots, dtype=torch.int64, pin_memory=True)
-        self._details = torch.zeros((num_slots, report_width), dtype=torch.int32, pin_memory=True)
+        self.numbers = torch.zeros(num_slots, dtype=torch.int64, pin_memory=True)
+        self.details = torch.zeros((num_slots, report_width), dtype=torch.int32, pin_memory=True)
+        self.graphs: dict[str, CapturedGraph] = {}
         self._done = torch.cuda.Event()
         self._ticket: _CudaTicket | None = None
 
-    def hold(self, output: torch.Tensor, details: torch.Tensor | None, count: int) -> _CudaTicket:
-        """Enqueue the copy of the result; return the ticket of the batch of `count` sequences."""
-        self._result.copy_(output, non_blocking=True)
-        if details is not None:
-            self._details.copy_(details, non_blocking=True)
+    def hold(self, count: int, *, reported: bool) -> _CudaTicket:
+        """Return the ticket of a batch of `count` sequences that was just enqueued."""
         self._done.record()
-        self._ticket = _CudaTicket(self, count, reported=details is not None)
+        self._ticket = _CudaTicket(self, count, reported=reported)
         return self._ticket
 
     def take(self, count: int, *, reported: bool) -> tuple[list[int], NDArray[np.int32]]:
         """Wait for the batch; return its result and report. The memory may be used for the next one then."""
         self._done.synchronize()
         self._ticket = None
-        return self._result[:count].tolist(), self._details[:count].numpy().copy() if reported else NO_REPORT
+        return self.numbers[:count].tolist(), self.details[:count].numpy().copy() if reported else NO_REPORT
 
     def free(self) -> None:
         """Wait for the batch that still uses this memory, if there is one. Its ticket keeps the result."""

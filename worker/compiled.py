@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 _MANY_USERS = 8
 """What has so many users is better read than computed again."""
+_MAX_VERSIONS = 64
+"""Most compiled versions of one function in a process. torch stops at 8."""
 _VIEWS = frozenset(
     {
         torch.ops.aten.view.default,
@@ -35,6 +37,9 @@ _VIEWS = frozenset(
 
 def compile_forward(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a model's forward pass as one graph. Raises a `RuntimeError` when called if that cannot be done."""
+    # All models of a process share the code of `function`, and each has up to three versions of it: one for many
+    # tokens and slots, and others for one slot and for one token.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VERSIONS)
     return torch.compile(
         function,
         fullgraph=True,

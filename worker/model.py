@@ -17,6 +17,7 @@ from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, S
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, HostPass, HostStep, PagedPass
+from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
@@ -124,7 +125,7 @@ class Model:
         return logits
 
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
-        """Do the same as `logits` in code compiled for any number of token positions.
+        """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
 
         The first call compiles, for a minute or so if the code is not in the cache.
         """
@@ -133,12 +134,12 @@ class Model:
             from worker.compiled import compile_forward
 
             self._compiled = compile_forward(self.logits)
-        num_tokens = inputs.token_ids.shape[0]
+        num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
         if num_tokens > 1:
             torch._dynamo.mark_dynamic(inputs.token_ids, 0)
-            if is_step:  # a ladder in which both change
-                for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
-                    torch._dynamo.mark_dynamic(tensor, 0)
+        if num_slots > 1:
+            for tensor in (inputs.query_starts, inputs.num_cached, inputs.page_table):
+                torch._dynamo.mark_dynamic(tensor, 0)
         return self._compiled(inputs, pool, is_step=is_step)
 
 
@@ -172,6 +173,7 @@ def load_model(source: ModelSource) -> Model:
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
+        keep_freed_memory()
     loaded = Model(model, kv_spec, info)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,7 @@ from worker.sampling.logprobs import read_logprobs, read_prompt_report
 from worker.sequences import finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens ``start:end`` of one item of a batch, computed in one pass."""
 
     item: int
