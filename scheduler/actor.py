@@ -55,8 +55,8 @@ class SchedulerConfig:
     batch_timeout_s: float
     max_batch_tokens: int | None
     queue_limits: QueueLimits
-    worker_template: WorkerTemplate
-    """What workers that are added later are started with."""
+    worker_template: WorkerTemplate | None = None
+    """What workers that are added later are started with; None: none can be added."""
     log_level: str = "info"
 
 
