@@ -153,8 +153,12 @@ class Scheduler:
         self._pump()
 
     async def step_done(self, report: StepReport) -> None:
-        """A decode worker made a step."""
-        self._core.step_done(report, time.monotonic())
+        """A decode worker made a step. It does not wait for the answer, so an error would be seen by nobody."""
+        try:
+            self._core.step_done(report, time.monotonic())
+        except Exception:
+            _LOG.exception("report %d of %s cannot be taken in", report.number, report.worker)
+            raise
         self._pump()
 
     async def stop(self) -> None:

@@ -210,19 +210,11 @@ class SchedulerCore:
         """A decode worker made a step."""
         self._observer.stepped(report)
         pool = self._pools.get(report.worker)
-        for event in report.events:
-            ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
-            entry = self._book.entries.get(event.request_id)
-            if entry is None:
-                continue  # Cancelled in the meantime.
-            if pool is None or ref not in pool or not entry.holds(ref):
-                self._observer.refused("event")
-            else:
-                self._book.advance(entry, pool, event, now)
-        if pool is not None:
-            for ref in report.released:
-                self._book.released(pool, ref, now)
-            self._pools.changed(pool)
+        if pool is None:
+            return  # It died, or left, and what it had was given to others.
+        for ordered in pool.in_order(report):
+            self._take_report(pool, ordered, now)
+        self._pools.changed(pool)
 
     def worker_lost(self, name: str, now: float) -> None:
         """A worker died. The requests that it held wait again, with the tokens that they have."""
@@ -267,6 +259,20 @@ class SchedulerCore:
         return self._outbox.take()
 
     # How it is done.
+
+    def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
+        """Take in the tokens of a step, and the pages that it freed."""
+        for event in report.events:
+            ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
+            entry = self._book.entries.get(event.request_id)
+            if entry is None:
+                continue  # Cancelled in the meantime.
+            if ref not in pool or not entry.holds(ref):
+                self._observer.refused("event")
+            else:
+                self._book.advance(entry, pool, event, now)
+        for ref in report.released:
+            self._book.released(pool, ref, now)
 
     def _refusal(self, group: Sequence[Request], now: float) -> Rejection | None:
         """Return why a group cannot be accepted, or None."""
