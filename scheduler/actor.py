@@ -62,8 +62,8 @@ class SchedulerConfig:
     batch_timeout_s: float
     max_batch_tokens: int | None
     queue_limits: QueueLimits
-    worker_template: WorkerTemplate
-    """What workers that are added later are started with."""
+    worker_template: WorkerTemplate | None = None
+    """What workers that are added later are started with; None: none can be added."""
     log_level: str = "info"
 
 
@@ -176,9 +176,13 @@ class Scheduler:
         self._pump()
 
     async def step_done(self, report: StepReport) -> None:
-        """A decode worker made a step."""
+        """A decode worker made a step. It does not wait for the answer, so an error would be seen by nobody."""
         self._progress.progressed(time.monotonic())
-        self._core.step_done(report, time.monotonic())
+        try:
+            self._core.step_done(report, time.monotonic())
+        except Exception:
+            _LOG.exception("report %d of %s cannot be taken in", report.number, report.worker)
+            raise
         self._pump()
 
     async def stop(self) -> None:

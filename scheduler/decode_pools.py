@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.errors import ConfigError
-from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, SequenceRef
+from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, SequenceRef, StepReport
 from scheduler.pages import PageLedger, epochs
 from scheduler.placement import DecodePlacement
 
@@ -62,6 +62,8 @@ class DecodePool:
         """Those that may need more pages than they have."""
         self._short: dict[SequenceRef, _Tenant] = {}
         """Those that should have more pages than they have."""
+        self._next_report = 1
+        self._early_reports: dict[int, StepReport] = {}
 
     def __contains__(self, ref: SequenceRef) -> bool:
         return ref in self._tenants
@@ -90,6 +92,13 @@ class DecodePool:
     def staying(self) -> list[SequenceRef]:
         """Sequences that have not been told to leave."""
         return [tenant.ref for tenant in self._tenants.values() if not tenant.leaving]
+
+    def in_order(self, report: StepReport) -> Iterator[StepReport]:
+        """Yield the worker's reports in the order in which it made them: this one once all before it have come."""
+        self._early_reports[report.number] = report
+        while (following := self._early_reports.pop(self._next_report, None)) is not None:
+            self._next_report += 1
+            yield following
 
     def lease(self, request: Request, num_pages: int, age: int) -> Lease:
         """Lease pages to a request that is to be prefilled."""

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from scheduler.errors import ConfigError
 from scheduler.messages import RAY_NAMESPACE, DecodeWorkerInfo, PoolHandle, PrefillWorkerInfo
 from scheduler.workers import WorkerKind, WorkerTemplate, create_worker
 
@@ -19,7 +20,7 @@ _STOP_TIMEOUT_S = 5.0
 class Fleet:
     """Owns the workers that were added, and knows all others by name."""
 
-    def __init__(self, template: WorkerTemplate) -> None:
+    def __init__(self, template: WorkerTemplate | None) -> None:
         self._template = template
         self._added: dict[str, Any] = {}
         self.lock = asyncio.Lock()
@@ -90,6 +91,8 @@ class Fleet:
         self._added.clear()
 
     def _create(self, kind: WorkerKind) -> tuple[str, Any]:
+        if self._template is None:
+            raise ConfigError("worker_template must be set for workers to be added")
         # A name that was in use may still be taken: an actor's end takes a moment.
         name = f"{kind}-{self._num_named[kind]}"
         self._num_named[kind] += 1

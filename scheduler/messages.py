@@ -333,6 +333,8 @@ class StepReport:
     """
     num_stalled: int = 0
     """Sequences that sat the step out, for want of a page."""
+    number: int = 1
+    """Counts the worker's reports from 1: calls of an actor may overtake each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

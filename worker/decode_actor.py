@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import ray
@@ -106,10 +107,11 @@ class DecodeWorker:
     def run(self) -> None:
         """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure."""
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        numbers = count(1)
         while self._obey():
             outcome = self._engine.step()
             self._sender.send(outcome.events)
-            scheduler.step_done.remote(self._report(outcome))
+            scheduler.step_done.remote(self._report(outcome, next(numbers)))
 
     def _obey(self) -> bool:
         """Carry out the commands that wait, or wait for one if there is nothing to step. False means stop."""
@@ -122,7 +124,7 @@ class DecodeWorker:
                 return False
             command()
 
-    def _report(self, outcome: StepOutcome) -> StepReport:
+    def _report(self, outcome: StepOutcome, number: int) -> StepReport:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
@@ -133,4 +135,5 @@ class DecodeWorker:
             ),
             released=tuple(outcome.released),
             num_stalled=outcome.num_stalled,
+            number=number,
         )

@@ -17,7 +17,7 @@ from scheduler.messages import (
     PrefillResult,
     Request,
 )
-from worker.handoff.base import Handoff
+from worker.handoff.base import Handoff, Writing
 from worker.handoff.choose import choose_transport
 from worker.handoff.direct import DirectHandoff
 from worker.handoff.sender import SendHandoff, Staging
@@ -26,7 +26,7 @@ from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
 from worker.prefill_plan import Segment, merge_handoffs, merge_results, plan_passes, split_batch
-from worker.prefill_submitted import Arriving, SubmittedPrefill
+from worker.prefill_submitted import Arriving, Launched, SubmittedPrefill
 
 
 class PrefillEngine:
@@ -159,6 +159,25 @@ class PrefillEngine:
         tokens = [_tokens(item.request) for item in batch.items]
         lengths = [len(ids) for ids in tokens]
         writing = handoff.begin([item.lease for item in batch.items], lengths)
+        try:
+            submitted = self._launch(batch, tokens, writing)
+        except BaseException:
+            handoff.finish(writing)  # Whatever it holds, its pages come back.
+            raise
+        return SubmittedPrefill(
+            worker=self.name,
+            batch=batch,
+            launched=submitted,
+            handoff=handoff,
+            writing=writing,
+            arrivals=self._arrivals,
+            eager_reason=runner.eager_reason,
+            started=started,
+        )
+
+    def _launch(self, batch: PrefillBatch, tokens: Sequence[Sequence[int]], writing: Writing) -> Launched:
+        """Start the passes of a batch whose KV goes where `writing` says."""
+        runner = self._runners[batch.decode_worker]
         refused: dict[int, PurefillError] = dict(writing.refused)
         states: list[OutputState | None] = [None] * len(batch.items)
         for i, item in enumerate(batch.items):
@@ -176,7 +195,7 @@ class PrefillEngine:
         }
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
-            [0 if i in refused else length for i, length in enumerate(lengths)],
+            [0 if i in refused else len(ids) for i, ids in enumerate(tokens)],
             max_tokens=largest.num_tokens,
             max_slots=largest.num_slots,
         )
@@ -194,17 +213,10 @@ class PrefillEngine:
             )
             for segments in plan
         ]
-        return SubmittedPrefill(
-            worker=self.name,
-            batch=batch,
+        return Launched(
             refused={batch.items[i].request.request_id: error for i, error in refused.items()},
             passes=passes,
             prompt_reports=prompt_reports,
-            handoff=handoff,
-            writing=writing,
-            arrivals=self._arrivals,
-            eager_reason=runner.eager_reason,
-            started=started,
         )
 
 

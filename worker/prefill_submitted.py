@@ -30,16 +30,23 @@ from worker.sequences import finish_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedPrefill:
-    """A batch under way."""
+class Launched:
+    """The passes of a batch under way."""
 
-    worker: str
-    batch: PrefillBatch
     refused: Mapping[str, PurefillError]
     """Why some of its items are not computed, by request id."""
     passes: Sequence[tuple[Sequence[Segment], Ticket]]
     prompt_reports: Mapping[str, Sequence[torch.Tensor]]
     """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedPrefill:
+    """A batch under way."""
+
+    worker: str
+    batch: PrefillBatch
+    launched: Launched
     handoff: Handoff
     writing: Writing
     arrivals: dict[int, list[Arriving]]
@@ -52,7 +59,7 @@ class SubmittedPrefill:
         chosen: dict[str, PrefillOutcome] = {}
         buckets: Counter[str] = Counter()
         num_tokens = padding = 0
-        for segments, ticket in self.passes:
+        for segments, ticket in self.launched.passes:
             # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
             report = ticket.report()
             for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
@@ -70,7 +77,7 @@ class SubmittedPrefill:
             transport=self.handoff.transport,
             arrival=self.handoff.finish(self.writing),
         )
-        failed = dict(self.refused)
+        failed = dict(self.launched.refused)
         # An error that is known now spares the client a token that would be computed again.
         is_pending = not arriving.arrival.done()
         if is_pending:
@@ -79,8 +86,8 @@ class SubmittedPrefill:
             errors = arriving.arrival.result().errors
             failed |= {self.batch.items[i].request.request_id: error for i, error in errors.items()}
         eager_steps = {
-            self.eager_reason: len(self.passes),
-            "prompt_logprobs": sum(map(len, self.prompt_reports.values())),
+            self.eager_reason: len(self.launched.passes),
+            "prompt_logprobs": sum(map(len, self.launched.prompt_reports.values())),
         }
         return PrefillResult(
             batch_id=self.batch.batch_id,
@@ -107,7 +114,7 @@ class SubmittedPrefill:
                 request_id=request.request_id, error_label=error.label, error_message=str(error)
             )
         outcome = chosen[request.request_id]
-        report = self.prompt_reports.get(request.request_id)
+        report = self.launched.prompt_reports.get(request.request_id)
         if report is None:
             return outcome
         num_top = request.sampling.num_logprobs or 0

@@ -38,18 +38,20 @@ def fill(pool: KVPool, page_ids: Any, value: float) -> None:
 
 
 def open_handoff(handle: PoolHandle, *, num_staging_pages: int = 64) -> Handoff:
-    """Return the way to a pool by its transport."""
-    if handle.transport != "gloo":
+    """Return the way to a pool by its transport; by NCCL from the first GPU."""
+    if handle.transport not in ("gloo", "nccl"):
         return DirectHandoff(KVPool.open(SPEC, handle))
-    pool = KVPool.on_device(
-        SPEC, num_pages=num_staging_pages + 1, page_size=PAGE_SIZE, device=torch.device("cpu")
-    )
+    device = torch.device("cpu") if handle.transport == "gloo" else torch.device("cuda", 0)
+    pool = KVPool.on_device(SPEC, num_pages=num_staging_pages + 1, page_size=PAGE_SIZE, device=device)
     return SendHandoff(handle.endpoint, Staging(pool))
 
 
 def decode(transport: str, num_pages: int, host: str) -> None:
-    pool, handle = KVPool.create(SPEC, name=DECODE, num_pages=num_pages + 1, page_size=PAGE_SIZE)
-    if transport == "gloo":
+    device = torch.device("cpu") if transport != "nccl" else torch.device("cuda", 1)
+    pool, handle = KVPool.create(
+        SPEC, name=DECODE, num_pages=num_pages + 1, page_size=PAGE_SIZE, device=device
+    )
+    if transport in ("gloo", "nccl"):
         receiver = Receiver(pool, name=DECODE, host=host)
         handle = replace(handle, transport=transport, endpoint=receiver.endpoint)
     say(asdict(handle))

@@ -145,7 +145,7 @@ class Running:
 
 @dataclass
 class ScriptedDecode:
-    """A decode worker: calls reach it in any order, its reports reach the scheduler in theirs."""
+    """A decode worker: calls reach it in any order, and so do its reports the scheduler."""
 
     name: str
     calls: list[DecodeStart | PageGrant | SequenceRef] = field(default_factory=list)
@@ -154,6 +154,9 @@ class ScriptedDecode:
     grants: dict[tuple[SequenceRef, int], int] = field(default_factory=dict)
     released: list[SequenceRef] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
+    num_reports: int = 0
+    next_report: int = 1  # all before this one have reached the scheduler
+    arrived: dict[int, StepReport] = field(default_factory=dict)
 
     def take_call(self, index: int, *, refuse: bool = False) -> None:
         """Carry out any of the calls; `refuse` says that a lease is stale, if it is a start."""
@@ -205,8 +208,15 @@ class ScriptedDecode:
             if reason is not None:
                 del self.running[ref]
                 self.released.append(ref)
+        self.num_reports += 1
         self.reports.append(
-            StepReport(worker=self.name, seconds=0.0, events=tuple(events), released=tuple(self.released))
+            StepReport(
+                worker=self.name,
+                seconds=0.0,
+                events=tuple(events),
+                released=tuple(self.released),
+                number=self.num_reports,
+            )
         )
         self.released = []
         return events
@@ -478,27 +488,30 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decode)
     @rule(which=st.integers(0, 3), stopping=st.integers(0, 40), num_steps=st.integers(1, 6))
     def decode_steps(self, which: int, stopping: int, num_steps: int) -> None:
-        """A decode worker makes a few steps; all reports but the last arrive before the next one."""
+        """A decode worker makes a few steps; all reports but a few arrive, in any order, before the next one."""
         decode = list(self.decode.values())[which % len(self.decode)]
         for _ in range(num_steps):
             for event in decode.step(stopping):
                 self.deliver(event.request_id, event.index)
                 self.answered[event.request_id] += event.finish_reason is not None
-            while len(decode.reports) > 1:
-                self.take_report(decode)
+            while len(decode.reports) > 3:
+                self.take_report(decode, stopping)
             while decode.calls and num_steps > 3:
                 decode.take_call(0)
 
     @precondition(lambda self: any(decode.reports for decode in self.decode.values()))
-    @rule(which=st.integers(0, 3))
-    def a_report_arrives(self, which: int) -> None:
+    @rule(which=st.integers(0, 3), index=st.integers(0, 3))
+    def a_report_arrives(self, which: int, index: int) -> None:
         reporting = [decode for decode in self.decode.values() if decode.reports]
-        self.take_report(reporting[which % len(reporting)])
+        self.take_report(reporting[which % len(reporting)], index)
 
-    def take_report(self, decode: ScriptedDecode) -> None:
-        report = decode.reports.pop(0)
-        for ref in report.released:
-            del self.leases[ref]
+    def take_report(self, decode: ScriptedDecode, index: int = 0) -> None:
+        report = decode.reports.pop(index % len(decode.reports))
+        decode.arrived[report.number] = report
+        while (following := decode.arrived.pop(decode.next_report, None)) is not None:
+            decode.next_report += 1
+            for ref in following.released:
+                del self.leases[ref]
         self.core.step_done(report, self.now)
         self.pump()
 
@@ -618,7 +631,7 @@ class CoreMachine(RuleBasedStateMachine):
             for i in range(len(self.decode)):
                 self.decode_steps(i, 99, 1)
             while any(decode.reports for decode in self.decode.values()):
-                self.a_report_arrives(0)
+                self.a_report_arrives(0, 0)
         self.counters_equal_the_queue()
         self.pages_are_leased_or_free()
         assert self.core.num_live == self.core.num_waiting == 0

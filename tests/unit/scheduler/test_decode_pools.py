@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 
@@ -126,6 +127,7 @@ class Driver:
             self.core.add_decode_worker(decode_info(name))
         self.leases: dict[str, tuple[str, int]] = {}
         self.cancelled: list[str] = []
+        self.num_reports: Counter[str] = Counter()
 
     def submit(self, new: Request) -> None:
         assert self.core.submit([new], 0.0) is None
@@ -162,11 +164,13 @@ class Driver:
             request_id=name, index=index or 0, epoch=epoch or own_epoch, token_id=token(index or 0)
         )
         ref = SequenceRef(request_id=name, epoch=own_epoch)
+        self.num_reports[worker] += 1
         report = StepReport(
             worker=worker,
             seconds=0.0,
             events=(event,) if index is not None else (),
             released=(ref,) if released else (),
+            number=self.num_reports[worker],
         )
         self.core.step_done(report, 1.0)
         self.pump()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scheduler.errors import HandoffError, StaleLeaseError
 from scheduler.messages import PoolHandle
@@ -60,8 +61,10 @@ def decode_worker(
             process.kill()
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def transport(request: pytest.FixtureRequest) -> str:
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs two GPUs")
     return str(request.param)
 
 
