@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from typing import Any
 
 import httpx
@@ -91,8 +92,10 @@ def test_request_ids(bytes_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixtur
         assert answer.status_code == status
         assert returned == given if given in ("abc-1", "x" * 128) else len(returned) == 32
     assert "GET /v1/nothing 404" in caplog.text
+    send(app, "GET", "/v1/a%0Ab", headers=headers)
+    assert "GET /v1/a%0Ab 401" in caplog.text
     assert "wrong" not in caplog.text
-    assert "key" not in caplog.text
+    assert "key" not in caplog.text.replace("api_key", "")
 
 
 def test_the_log_tells_which_answer_a_request_got(
@@ -100,8 +103,7 @@ def test_the_log_tells_which_answer_a_request_got(
 ) -> None:
     caplog.set_level(logging.INFO, logger="scheduler.api")
     answer = complete(app_over(ScriptedEngine(["a"]), bytes_tokenizer)).json()
-    assert f"POST /v1/completions 200 0.0 s {answer['id']}"[:25] in caplog.text
-    assert answer["id"] in caplog.text
+    assert re.search(f"POST /v1/completions 200 [0-9.]+ s {answer['id']}", caplog.text)
 
 
 def test_bodies_that_are_too_large(bytes_tokenizer: Tokenizer) -> None:
