@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from scheduler.api.chat_protocol import ChatPrompt, ChatRequest
@@ -155,7 +156,8 @@ class PromptEncoder:
             text = await self._tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
         offsets: tuple[int, ...] = ()
         if body.num_top_logprobs is not None:
-            offsets = token_offsets(self.detokenizer(body), token_ids, len(text))
+            detokenizer = self.detokenizer(body)
+            offsets = await asyncio.to_thread(token_offsets, detokenizer, token_ids, len(text))
         return Prompt(token_ids=token_ids, text=text, offsets=offsets)
 
 

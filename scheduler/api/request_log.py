@@ -7,6 +7,7 @@ import random
 import re
 import time
 from contextvars import ContextVar
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,7 +49,7 @@ class RequestLog:
             logger.info(
                 "%s %s %d %.3f s %s",
                 scope["method"],
-                scope["path"],
+                quote(scope["path"]),  # it may hold line ends
                 status,
                 time.perf_counter() - started,
                 scope.get("state", {}).get("answer_id", ""),

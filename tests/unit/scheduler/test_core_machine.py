@@ -28,6 +28,7 @@ from scheduler.batching.former import BatchFormer, FormedBatch
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.messages import (
+    AbortReply,
     DecodeStart,
     DecodeWorkerInfo,
     FinishReason,
@@ -678,3 +679,25 @@ def test_what_fits_no_pool_that_is_left_fails_when_its_pool_dies() -> None:
     (sent,) = core.tick(1.0)
     assert isinstance(sent, SendPrefill)
     assert [item.request.request_id for item in sent.batch.items] == ["small"]
+
+
+def test_a_completion_is_aborted_with_its_own_key_only() -> None:
+    core = make_core(Ends())
+    core.add_prefill_worker(prefill_info("prefill-0"))
+    core.add_decode_worker(decode_info("decode-1"))
+    for request_id, key in (("a0", "key-a"), ("a1", "key-a"), ("b0", "key-b")):
+        request = Request(
+            request_id=request_id,
+            api_server="api-0",
+            prompt_token_ids=(1,),
+            sampling=SamplingParams(max_tokens=1),
+            tenant=f"{key}/ann",
+            completion_id="mine",
+        )
+        assert core.submit([request], 0.0) is None
+    assert core.abort("mine", "key", 0.0) == AbortReply(num_sequences=0, num_foreign=3)
+    assert core.abort("mine", "key-a", 0.0) == AbortReply(num_sequences=2, num_foreign=1)
+    (told,) = core.tick(0.0)
+    assert isinstance(told, SendEvents)
+    assert [event.request_id for event in told.events.events] == ["a0", "a1"]
+    assert core.num_live == 1
