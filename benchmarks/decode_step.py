@@ -73,7 +73,8 @@ def check_logits(model: Model, pool: KVPool, source: ModelSource) -> list[str]:
     runner = GraphRunner(
         Computation(forward=forward, finishes={"keep": keep}, choose_finish=lambda _: "keep"),
         StepLadder(CHECK_SLOTS),
-        pages_per_slot=per_slot,
+        # As in the engine that is timed: another width would be compiled anew.
+        pages_per_slot=-(-model.info.max_model_len // pool.page_size),
         page_size=pool.page_size,
         device=pool.device,
     )
@@ -177,9 +178,9 @@ def profile(engine: DecodeEngine, num_steps: int) -> None:
 
 
 def weights_read(model: Model) -> int:
-    """Return the bytes of weights that a step reads: all but the embedding, unless that is the LM head too."""
-    embedding = model.embedding
-    return model.weights_bytes - (0 if model.ties_embedding else embedding.nbytes)
+    """Return the bytes of weights that a step reads: of all linear layers, the LM head among them."""
+    counts = [layer.in_features * layer.out_features for layer, _ in model.linear_layers()]
+    return sum(counts) * model.kv_spec.dtype.itemsize
 
 
 def measure(

@@ -72,11 +72,6 @@ class Model:
         ]
 
     @property
-    def ties_embedding(self) -> bool:
-        """Whether the LM head is the embedding."""
-        return bool(self._model.config.get_text_config().tie_word_embeddings)
-
-    @property
     def activation_bytes(self) -> int:
         """About how many bytes a forward pass needs per token position, besides weights and KV."""
         text = self._model.config.get_text_config()

@@ -116,8 +116,8 @@ def choose_num_pages(model: Model, config: WorkerConfig) -> int:
     """Return how many pages fit the configured KV memory, the scratch page included.
 
     Without a setting: what `max_num_seqs` sequences of full length need, and at most, on a CPU, 1 GiB and a quarter
-    of the memory that is free; on a GPU, what the workers that share it leave. Raises `ConfigError` if not even one
-    sequence of one page fits.
+    of the memory that is free; on a GPU, about what the workers that share it leave. Raises `ConfigError` if not even
+    one sequence of one page fits.
     """
     tokens = page_size(model)
     page_bytes = model.kv_spec.pool_bytes(1, tokens)
@@ -125,13 +125,24 @@ def choose_num_pages(model: Model, config: WorkerConfig) -> int:
     if size_bytes is None:
         wanted = page_bytes * (1 + config.max_num_seqs * -(-model.info.max_model_len // tokens))
         if model.device.type == "cuda":
-            size_bytes = min(wanted, choose_cuda_kv_bytes(model, config))
+            fitting = page_bytes * steady_count(choose_cuda_kv_bytes(model, config) // page_bytes)
+            size_bytes = min(wanted, fitting)
         else:
             size_bytes = min(wanted, 1 << 30, _available_memory() // 4)
     num_pages = size_bytes // page_bytes
     if num_pages < 2:
         raise ConfigError(f"kv_memory must be >= {2 * page_bytes} bytes, two pages, got {size_bytes}")
     return num_pages
+
+
+def steady_count(num_pages: int) -> int:
+    """Return `num_pages` rounded down to seven significant bits.
+
+    A compiled pass holds the pool's size, and the next start finds it in the cache if the size is the same then. The
+    memory that is free differs by a little from start to start.
+    """
+    spare_bits = max(num_pages.bit_length() - 7, 0)
+    return num_pages >> spare_bits << spare_bits
 
 
 def choose_cuda_kv_bytes(model: Model, config: WorkerConfig) -> int:

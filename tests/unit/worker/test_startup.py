@@ -10,7 +10,7 @@ from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
 from worker.model import Model
-from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder
+from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder, steady_count
 
 CONFIG = WorkerConfig(
     name="prefill-0",
@@ -75,3 +75,15 @@ def test_a_gpu_is_left_what_its_other_workers_need(model: Model, monkeypatch: py
     assert 45 << 30 < two_of_four < 46 << 30
     with pytest.raises(ConfigError, match="more GPUs"):
         kv_bytes(workers_per_device=120)
+
+
+def test_a_little_more_or_less_free_memory_makes_a_pool_of_the_same_size() -> None:
+    assert [steady_count(n) for n in (1, 100, 127, 12_950, 12_900, 12_800)] == [
+        1,
+        100,
+        127,
+        12_928,
+        12_800,
+        12_800,
+    ]
+    assert all(n - steady_count(n) <= n / 64 for n in range(1, 5000))
