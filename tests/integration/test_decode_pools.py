@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import subprocess
@@ -224,6 +225,7 @@ def call_scheduler(service: Service, *calls: tuple[str, dict[str, Any]]) -> list
         text=True,
         timeout=240,
         check=False,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
     )
     assert ended.returncode == 0, ended.stderr
     answers: list[Any] = json.loads(ended.stdout.splitlines()[-1])
