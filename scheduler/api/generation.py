@@ -210,7 +210,8 @@ def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, model: ModelInf
     if max_tokens > room:
         raise InvalidRequestError(
             f"{body.max_tokens_param} must be <= {room}, got {shorten(max_tokens)}: {where} has "
-            f"{num_prompt_tokens} tokens, and with the completion it must have <= {model.max_model_len}, the model's context length",
+            f"{num_prompt_tokens} tokens, and with the completion it must have "
+            f"<= {model.max_model_len}, the model's context length",
             param=body.max_tokens_param,
         )
     if body.min_tokens > max_tokens:
