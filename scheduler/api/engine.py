@@ -139,6 +139,7 @@ class TokenRouter:
 
     def __init__(self) -> None:
         self._streams: dict[str, TokenStream] = {}
+        self._emptied = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -157,14 +158,28 @@ class TokenRouter:
             stream = self._streams.get(event.request_id)
             if stream is not None and stream.put(event):
                 del self._streams[event.request_id]
+        self._note_if_empty()
 
     def close(self, request_ids: Iterable[str]) -> list[str]:
         """Forget these requests, whose readers are gone. Returns those that were not complete."""
-        return [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        open_ids = [i for i in request_ids if self._streams.pop(i, None) is not None]
+        self._note_if_empty()
+        return open_ids
 
     def fail_all(self, error: RequestError) -> list[str]:
         """End every stream with an error. Returns the ids of their requests."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
+        self._note_if_empty()
         return list(streams)
+
+    async def wait_until_empty(self) -> None:
+        """Return once no request is being computed."""
+        while self._streams:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def _note_if_empty(self) -> None:
+        if not self._streams:
+            self._emptied.set()

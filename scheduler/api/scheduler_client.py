@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class SchedulerClient:
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
+        self._is_draining = False
 
     @property
     def name(self) -> str:
@@ -79,6 +81,7 @@ class SchedulerClient:
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
+        self._check_draining()
         try:
             return self._admission.admit_text(
                 num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
@@ -89,6 +92,7 @@ class SchedulerClient:
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
+        self._check_draining()
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
         stream = self._router.open(submission.request_ids)
@@ -136,7 +140,8 @@ class SchedulerClient:
         return load
 
     async def check_ready(self) -> None:
-        """Raise UnavailableError if a worker is dead or work does not go on."""
+        """Raise UnavailableError if a worker is dead, work does not go on, or the service is about to stop."""
+        self._check_draining()
         reason: str | None = await _answer(self._scheduler.not_ready.remote())
         if reason is not None:
             raise UnavailableError(reason)
@@ -164,6 +169,16 @@ class SchedulerClient:
                 self._down = True
                 self._router.fail_all(_scheduler_down())
             await asyncio.sleep(_HEARTBEAT_S)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing any more, and wait until all that was accepted is answered, or the time is over."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._router.wait_until_empty(), timeout_s)
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise UnavailableError("the service is stopping")
 
     def shut_down(self, reason: str) -> None:
         """Cancel every request, and end its stream with UnavailableError."""

@@ -20,10 +20,9 @@ def files_in_shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_everything(number: signal.Signals) -> None:
+def test_a_signal_stops_everything() -> None:
     before = files_in_shared_memory()
-    with serve("--max-capture-tokens", "32") as service:
+    with serve("--max-capture-tokens", "32", "--drain-timeout-s", "0") as service:
         # One request is in the middle of its stream when the signal comes.
         body = {"model": service.model, "prompt": "Count", "max_tokens": 4000, "stream": True}
         reading = threading.Event()
@@ -40,10 +39,37 @@ def test_a_signal_stops_everything(number: signal.Signals) -> None:
         reader.start()
         assert reading.wait(60)
         assert len(service.processes()) > 4
-        assert service.stop(number) == 0
+        assert service.stop(signal.SIGINT) == 0
         reader.join()
         assert service.processes() == []
         assert "Traceback" not in "".join(service.log)
+    assert files_in_shared_memory() <= before
+
+
+def test_what_runs_is_finished_before_a_stop() -> None:
+    before = files_in_shared_memory()
+    with serve("--max-capture-tokens", "32") as service:
+        body = {
+            "model": service.model,
+            "prompt": "Count",
+            "max_tokens": 48,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        lines: list[str] = []
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if not lines:
+                    service.process.send_signal(signal.SIGTERM)
+                lines.append(line)
+        assert '"completion_tokens":48' in "".join(lines).replace(" ", "")
+        assert "data: [DONE]" in lines
+        assert service.process.wait(60) == 0
+        assert service.processes() == []
+        log = "".join(service.log)
+        assert "what runs has 30 s to finish" in log
+        assert "Traceback" not in log
     assert files_in_shared_memory() <= before
 
 
