@@ -34,20 +34,48 @@ class PrefillWorker:
         self._config = config
         self._engine: PrefillEngine
         self._sender: EventSender
+        self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
 
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
 
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
-        """Load the model, open the decode workers' pools and warm up. Raises `ConfigError` with the reason."""
+        """Load the model, open the decode workers' pools and warm up. Raises `ConfigError` with the reason.
+
+        A worker that is loaded only opens the pools that it does not have open.
+        """
+        if self._info is None:
+            self._info = self._load()
+        started = time.perf_counter()
+        bucket_seconds = dict(self._info.bucket_seconds)
+        for pool in pools:
+            if self._engine.has_open(pool):
+                continue
+            reports = self._engine.attach(pool)
+            if self._engine.model.device.type == "cuda":
+                from worker import startup
+
+                startup.log_buckets(self._config.name, reports)
+            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
+        self._info = replace(
+            self._info,
+            buckets=tuple(bucket_seconds),
+            graph_bytes=self._engine.buffer_bytes,
+            uses_cuda_graphs=self._engine.uses_graphs,
+            bucket_seconds=bucket_seconds,
+            warmup_seconds=self._info.warmup_seconds + time.perf_counter() - started,
+            transports=self._engine.transports,
+        )
+        return self._info
+
+    def _load(self) -> PrefillWorkerInfo:
         from worker import startup
         from worker.events import EventSender
         from worker.prefill import PrefillEngine
 
         config, started = self._config, time.perf_counter()
         model = startup.load(config)
-        loaded = time.perf_counter()
         ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
         self._engine = PrefillEngine(
@@ -58,23 +86,16 @@ class PrefillWorker:
             node_id=ray.get_runtime_context().get_node_id(),
             handoff_transport=config.handoff_transport,
         )
-        bucket_seconds: dict[str, float] = {}
-        for pool in pools:
-            reports = self._engine.attach(pool)
-            if model.device.type == "cuda":
-                startup.log_buckets(config.name, reports)
-            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
-            buckets=tuple(bucket_seconds),
-            graph_bytes=self._engine.buffer_bytes,
-            uses_cuda_graphs=self._engine.uses_graphs,
-            bucket_seconds=bucket_seconds,
+            buckets=(),
+            graph_bytes=0,
+            uses_cuda_graphs=False,
+            bucket_seconds={},
             device=model.device.type,
-            load_seconds=loaded - started,
-            warmup_seconds=time.perf_counter() - loaded,
-            transports=self._engine.transports,
+            load_seconds=time.perf_counter() - started,
+            warmup_seconds=0.0,
         )
 
     def attach(self, pool: PoolHandle) -> str:
@@ -89,7 +110,12 @@ class PrefillWorker:
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
         time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
-        result = self._engine.run(batch)
+        try:
+            result = self._engine.run(batch)
+        except Exception as error:
+            from worker.failures import end_process
+
+            end_process(self._config.name, error)
         self._pacer.computed(result.seconds, time.monotonic())
         self._sender.send(
             (
