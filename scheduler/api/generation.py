@@ -12,6 +12,7 @@ from typing import Any
 
 from scheduler.api.chat_protocol import ChatRequest
 from scheduler.api.engine import Engine, TokenStream
+from scheduler.api.fields import MAX_BANNED_TOKENS, shorten
 from scheduler.api.logprobs import TokenNames
 from scheduler.api.output import ChoiceOutput, Delta, OutputRules, Prompt, join
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
@@ -54,7 +55,9 @@ class GenerationStarter:
         """Raise ModelNotFoundError if this model is not served. None: whichever is."""
         if name is not None and name not in self._model_names:
             served = ", ".join(self._model_names)
-            raise ModelNotFoundError(f"model {name!r} is not served here; served: {served}", param="model")
+            raise ModelNotFoundError(
+                f"model {shorten(name)} is not served here; served: {served}", param="model"
+            )
 
     async def start(self, body: GenerationRequest, key_digest: str = "") -> Generation:
         """Submit all sequences of a request. The caller must close what is returned.
@@ -113,6 +116,7 @@ class GenerationStarter:
             continuous_usage=body.continuous_usage,
             timeout_s=self._timeout_s,
             keep_alive_s=self._keep_alive_s,
+            grammar_param=None if body.grammar is None else body.grammar_param,
         )
 
 
@@ -169,6 +173,14 @@ def choice_seed(seed: int | None, choice: int) -> int:
 
 def _sampling(body: GenerationRequest, choice: int, max_tokens: int, model: ModelInfo) -> SamplingParams:
     stop_token_ids = body.stop_token_ids if body.ignore_eos else (*model.eos_token_ids, *body.stop_token_ids)
+    stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
+    if body.min_tokens and len(stop_token_ids) > MAX_BANNED_TOKENS:
+        most = MAX_BANNED_TOKENS - len(set(stop_token_ids) - set(body.stop_token_ids))
+        raise InvalidRequestError(
+            f"stop_token_ids must hold at most {most} token ids with min_tokens > 0, "
+            f"got {len(set(body.stop_token_ids))}",
+            param="stop_token_ids",
+        )
     wanted = [num for num in (body.num_top_logprobs, body.prompt_logprobs) if num is not None]
     echoes_logprobs = body.wants_echo and body.num_top_logprobs is not None
     return SamplingParams(
@@ -183,7 +195,7 @@ def _sampling(body: GenerationRequest, choice: int, max_tokens: int, model: Mode
         repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
         seed=choice_seed(body.seed, choice),
-        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        stop_token_ids=stop_token_ids,
         num_logprobs=max(wanted, default=None),
         prompt_logprobs=body.prompt_logprobs is not None or echoes_logprobs,
         grammar=body.grammar,
@@ -197,9 +209,10 @@ def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, model: ModelInf
     max_tokens = min(body.default_max_tokens, room) if asked is None else asked
     if max_tokens > room:
         raise InvalidRequestError(
-            f"max_tokens must be <= {room}, got {max_tokens}: {where} has {num_prompt_tokens} tokens, and "
-            f"with the completion it must have <= {model.max_model_len}, the model's context length",
-            param="max_tokens",
+            f"{body.max_tokens_param} must be <= {room}, got {shorten(max_tokens)}: {where} has "
+            f"{num_prompt_tokens} tokens, and with the completion it must have "
+            f"<= {model.max_model_len}, the model's context length",
+            param=body.max_tokens_param,
         )
     if body.min_tokens > max_tokens:
         raise InvalidRequestError(
@@ -229,6 +242,7 @@ class Generation:
         continuous_usage: bool,
         timeout_s: float | None,
         keep_alive_s: float,
+        grammar_param: str | None,
     ) -> None:
         self._engine = engine
         self.answer_id = answer_id
@@ -243,6 +257,7 @@ class Generation:
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
+        self._grammar_param = grammar_param
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             error = RequestTimeoutError(f"the request took longer than {timeout_s:g} s")
@@ -252,7 +267,7 @@ class Generation:
         """Wait for all choices and return the JSON of the answer. Raises RequestError if one of them fails."""
         parts: list[list[Delta]] = [[] for _ in self._outputs]
         while self._num_open:
-            for position, event in await self._stream.read():
+            for position, event in await self._read():
                 delta = self._push(position, event)
                 if delta is not None:
                     parts[position].append(delta)
@@ -266,7 +281,7 @@ class Generation:
         """
         while self._num_open:
             chunks: list[str] = []
-            events = await self._stream.read(self._keep_alive_s)
+            events = await self._read(self._keep_alive_s)
             for position, event in events:
                 delta = self._push(position, event)
                 if delta is not None:
@@ -291,6 +306,15 @@ class Generation:
                     if output.finish_reason is None
                 ]
             )
+
+    async def _read(self, timeout_s: float | None = None) -> list[tuple[int, TokenEvent]]:
+        """Return the next events, none if none came in time. Raises RequestError."""
+        try:
+            return await self._stream.read(timeout_s)
+        except InvalidRequestError as error:
+            # All else was checked before: a grammar that takes too much work shows only as it is followed.
+            error.param = error.param or self._grammar_param
+            raise
 
     def _push(self, position: int, event: TokenEvent) -> Delta | None:
         """Return what an event adds; None if it came after the stop string of its choice."""

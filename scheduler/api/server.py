@@ -16,6 +16,7 @@ import uvicorn
 from scheduler.admission import Admission
 from scheduler.api.app import AppSettings, create_app
 from scheduler.api.chat_template import ChatTemplate
+from scheduler.api.protocol import HttpProtocol
 from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class ApiServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
