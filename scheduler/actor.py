@@ -99,7 +99,7 @@ class Scheduler:
         self._watchdog_s = config.watchdog_timeout_s
         self._opened = asyncio.Event()
         self._is_stopping = False
-        self._must_recover: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        self._must_recover = True  # unless this is the first scheduler, which is told to start
         self._pings: dict[str, asyncio.Task[bool]] = {}
 
     def __repr__(self) -> str:
@@ -109,6 +109,7 @@ class Scheduler:
         self, decode: tuple[DecodeWorkerInfo, ...], prefill: tuple[PrefillWorkerInfo, ...]
     ) -> None:
         """Take the workers into service; from now on requests are accepted."""
+        self._must_recover = False
         self._fleet.begin(decode, prefill)
         for decode_info in decode:
             self._take_decode_worker(decode_info)

@@ -176,7 +176,16 @@ class ServeConfig(BaseModel):
         1_048_576, ge=1, description="tokens of waiting prompts beyond which new ones get 429"
     )
     drain_timeout_s: float = Field(
-        0.0, ge=0, le=86_400, description="longest wait for running requests when the service stops"
+        30.0,
+        ge=0,
+        le=86_400,
+        description="longest wait for running requests when the service stops; a second signal ends it",
+    )
+    watchdog_timeout_s: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="a worker that finishes nothing for so long while it has work is started again",
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
@@ -233,7 +242,6 @@ class ServeConfig(BaseModel):
             "metrics_port must be the API's port, one of its own comes later": (
                 self.metrics_port not in (None, self.port)
             ),
-            "drain_timeout_s must be 0, draining comes later": self.drain_timeout_s != 0,
         }
         for message, asked in later.items():
             if asked:

@@ -165,11 +165,12 @@ class WorkerFailedError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """The service is starting, draining, or a part of it is down."""
+    """The service is starting, draining, or a part of it is down. `retry_after_s` says when to come back."""
 
     label = "unavailable"
     status = 503
     error_type = "service_unavailable"
+    retry_after_s: ClassVar[float] = 5.0
 
 
 class RequestTimeoutError(RequestError):

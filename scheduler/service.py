@@ -53,10 +53,15 @@ class RunningService:
     dashboard_url: str | None
     decode: tuple[DecodeWorkerInfo, ...]
     prefill: tuple[PrefillWorkerInfo, ...]
+    api_servers: tuple[Any, ...]
+    """Their actors."""
 
 
 def run_service(config: ServeConfig) -> int:
-    """Serve until Ctrl-C or SIGTERM; return the exit code. Raises `ConfigError` if it cannot start."""
+    """Serve until Ctrl-C or SIGTERM, and finish what runs; return the exit code.
+
+    A second signal ends the wait for that. Raises `ConfigError` if it cannot start.
+    """
     with stop_on_signals():
         try:
             started = time.perf_counter()
@@ -65,12 +70,30 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     _print_summary(config, folder, service, time.perf_counter() - started)
-                    # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
-                    while True:
-                        time.sleep(_SIGNAL_CHECK_S)
+                    try:
+                        # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
+                        while True:
+                            time.sleep(_SIGNAL_CHECK_S)
+                    except StopSignal:
+                        _drain(service, config.drain_timeout_s)
+                        raise
         except StopSignal:
             _say("stopped")
             return 0
+
+
+def _drain(service: RunningService, timeout_s: float) -> None:
+    """Let what runs come to its end, for `timeout_s` at most, or until a signal."""
+    import ray
+
+    if timeout_s == 0:
+        return
+    _say(f"stopping; what runs has {timeout_s:g} s to finish, or until another signal")
+    pending = [server.drain.remote(timeout_s) for server in service.api_servers]
+    ends_at = time.monotonic() + timeout_s + _SIGNAL_CHECK_S
+    with signals_held() as came:
+        while pending and not came and time.monotonic() < ends_at:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_SIGNAL_CHECK_S)
 
 
 @contextmanager
@@ -160,8 +183,10 @@ def _start_actors(
                 max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
             ),
             worker_template=template,
+            watchdog_timeout_s=config.watchdog_timeout_s,
             log_level=config.log_level,
         ),
+        max_restarts=-1,
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
@@ -174,6 +199,7 @@ def _start_actors(
         dashboard_url=f"http://{dashboard_url}" if dashboard_url else None,
         decode=decode,
         prefill=prefill,
+        api_servers=tuple(servers),
     )
 
 
@@ -197,8 +223,8 @@ def _num_free_gpus() -> int:
     return int(resources.get("GPU", 0))
 
 
-def _create(actor_class: type, name: str, actors: list[Any], config: Any) -> Any:
-    actor = create_actor(actor_class, name, config)
+def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
+    actor = create_actor(actor_class, name, config, **options)
     actors.append(actor)
     return actor
 

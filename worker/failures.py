@@ -6,13 +6,13 @@ import logging
 import os
 from typing import NoReturn
 
-import torch
-
 _LOG = logging.getLogger(__name__)
 
 
 def is_fatal(error: BaseException) -> bool:
     """Whether an error leaves the process unable to compute: memory is used up, or the device is in a bad state."""
+    import torch  # here, since `end_process` needs none of it
+
     if isinstance(error, MemoryError | torch.AcceleratorError | torch.OutOfMemoryError):
         return True
     return "CUDA error" in str(error)

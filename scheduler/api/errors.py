@@ -14,6 +14,7 @@ from scheduler.errors import (
     InvalidRequestError,
     OverloadedError,
     RequestError,
+    UnavailableError,
     WorkerFailedError,
     request_error,
 )
@@ -57,9 +58,9 @@ def error_body(error: RequestError) -> ErrorResponse:
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """Return the HTTP answer. Overloads say in `Retry-After`, in whole seconds, when to come back."""
+    """Return the HTTP answer. 429 and 503 say in `Retry-After`, in whole seconds, when to come back."""
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | UnavailableError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
@@ -21,12 +22,15 @@ from scheduler.messages import (
     ModelInfo,
     Rejection,
     Request,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvents,
 )
 
 _HEARTBEAT_S = 1.0
+_PAUSE_S = 0.1
+"""Between attempts to reach a scheduler that starts again."""
 _ANSWER_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,9 @@ class SchedulerClient:
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
+        self._accepted: dict[str, Request] = {}
+        self._seen: SchedulerState | None = None
+        self._is_draining = False
 
     @property
     def name(self) -> str:
@@ -79,6 +86,7 @@ class SchedulerClient:
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
+        self._check_draining()
         try:
             return self._admission.admit_text(
                 num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
@@ -89,6 +97,7 @@ class SchedulerClient:
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
+        self._check_draining()
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
         stream = self._router.open(submission.request_ids)
@@ -105,6 +114,7 @@ class SchedulerClient:
         if rejection is not None:
             self._router.close(submission.request_ids)
             raise rejection_error(rejection)
+        self._accepted |= {request.request_id: request for request in requests}
         return stream
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
@@ -136,7 +146,8 @@ class SchedulerClient:
         return load
 
     async def check_ready(self) -> None:
-        """Raise UnavailableError if a worker is dead or work does not go on."""
+        """Raise UnavailableError if a worker is dead, work does not go on, or the service is about to stop."""
+        self._check_draining()
         reason: str | None = await _answer(self._scheduler.not_ready.remote())
         if reason is not None:
             raise UnavailableError(reason)
@@ -151,19 +162,56 @@ class SchedulerClient:
         self._router.deliver(events)
 
     async def watch(self) -> None:
-        """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
+        """Keep in touch with the scheduler. Never returns.
+
+        Once it starts again, or a worker has died, it is told what is served here and with which tokens so far. Once
+        it is down for good, what waits for it fails.
+        """
         while True:
+            pause_s = _HEARTBEAT_S
             try:
                 num_overloaded, self._num_overloaded = self._num_overloaded, 0
                 heartbeat = Heartbeat(num_overloaded=num_overloaded)
-                await self._scheduler.heartbeat.remote(heartbeat)
+                state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
+                if state != self._seen:
+                    self._seen = state
+                    await self._resume()
+            except ActorUnavailableError:
+                self._seen, pause_s = None, _PAUSE_S
             except RayActorError:
                 if not self._down:
                     logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
-            await asyncio.sleep(_HEARTBEAT_S)
+            self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
+            await asyncio.sleep(pause_s)
+
+    async def _resume(self) -> None:
+        """Tell the scheduler what is served here, with the tokens that have come."""
+        requests = tuple(
+            replace(self._accepted[request_id], output_token_ids=token_ids)
+            for request_id, token_ids in self._router.unfinished().items()
+            if request_id in self._accepted
+        )
+        if not requests:
+            return
+        logger.info("asking the scheduler for the rest of %d requests", len(requests))
+        await self._scheduler.resume.remote(requests)
+        # Only now is it certain that a cancel comes after.
+        over = tuple(request.request_id for request in requests if request.request_id not in self._router)
+        if over:
+            self._scheduler.cancel.remote(over)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing any more, and wait until all that was accepted is answered, or the time is over."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._router.wait_until_empty(), timeout_s)
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise UnavailableError("the service is stopping")
 
     def shut_down(self, reason: str) -> None:
         """Cancel every request, and end its stream with UnavailableError."""
@@ -187,6 +235,13 @@ class SchedulerClient:
             reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
+        except ActorUnavailableError:
+            # It starts again, and is told of them as of what it had accepted.
+            for submission in submissions:
+                if not submission.answer.done():
+                    submission.answer.set_result(None)
+            self._seen = None
+            return
         except RayError as error:
             failure = _scheduler_down() if isinstance(error, RayActorError) else error
             for submission in submissions:

@@ -128,6 +128,11 @@ class ApiServer:
         if self._client is not None:
             self._client.deliver(events)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests with 503, and return once all others are answered, or after `timeout_s`."""
+        if self._client is not None:
+            await self._client.drain(timeout_s)
+
     async def stop(self) -> None:
         """Answer what is open with an error, close the port and return. Takes a few seconds at most."""
         if self._server is None or self._client is None:

@@ -23,7 +23,7 @@ def files_in_shared_memory() -> set[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything(number: signal.Signals) -> None:
     before = files_in_shared_memory()
-    with serve("--max-capture-tokens", "32") as service:
+    with serve("--max-capture-tokens", "32", "--drain-timeout-s", "0") as service:
         # One request is in the middle of its stream when the signal comes.
         body = {"model": service.model, "prompt": "Count", "max_tokens": 4000, "stream": True}
         reading = threading.Event()
