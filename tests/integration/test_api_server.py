@@ -129,6 +129,9 @@ class ScriptedScheduler:
     async def group_sizes(self) -> list[list[int]]:
         return [[len(group) for group in groups] for groups in self.groups]
 
+    async def request_ids(self) -> list[str]:
+        return [request.request_id for groups in self.groups for group in groups for request in group]
+
     async def wait_for_submissions(self, count: int) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: sum(map(len, self.groups)) >= count)
@@ -441,3 +444,38 @@ def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
         await client.cancel(["a"])
 
     asyncio.run(run())
+
+
+def test_a_server_that_drains_finishes_what_runs_and_refuses_the_rest(
+    scheduler: Any, server: tuple[Any, str]
+) -> None:
+    actor, url = server
+
+    async def run() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            running = asyncio.create_task(
+                client.post(f"{url}/v1/completions", json={"model": "m", "prompt": [7]})
+            )
+            await scheduler.wait_for_submissions.remote(1)
+            draining = asyncio.ensure_future(actor.drain.remote(60))
+            while (ready := await client.get(f"{url}/ready")).status_code == 200:
+                pass
+            refused = await client.post(f"{url}/v1/completions", json={"model": "m", "prompt": [1]})
+            assert not draining.done()
+            await actor.deliver.remote(
+                TokenEvents(
+                    source="decode-0",
+                    events=tuple(
+                        TokenEvent(request_id=request_id, index=0, token_id=5, finish_reason="stop")
+                        for request_id in await scheduler.request_ids.remote()
+                    ),
+                )
+            )
+            await scheduler.release.remote()
+            await draining
+            return ready, refused, await running
+
+    ready, refused, finished = asyncio.run(run())
+    assert (ready.status_code, refused.status_code, finished.status_code) == (503, 503, 200)
+    assert refused.headers["retry-after"] == "5"
+    assert refused.json()["error"]["message"] == "the service is stopping"
