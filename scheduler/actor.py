@@ -148,6 +148,8 @@ class Scheduler:
     async def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
         self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+        if heartbeat.journal is not None:
+            self._metrics.journal_status(heartbeat.api_server, heartbeat.journal)
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
         """End all sequences of a completion that was asked for with this API key."""

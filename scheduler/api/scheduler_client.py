@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
 from scheduler.admission import Admission, Permit
-from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
 from scheduler.api.errors import rejection_error
 from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
 from scheduler.messages import (
     AbortReply,
     Heartbeat,
+    JournalStatus,
     ModelInfo,
     Rejection,
     Request,
@@ -55,13 +56,25 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        name: str,
+        model: ModelInfo,
+        admission: Admission,
+        journal_status: Callable[[], JournalStatus] | None = None,
+    ) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
+
+        What `journal_status` returns goes with each heartbeat.
+        """
         self._scheduler = scheduler
         self._name = name
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
+        self._journal_status = journal_status
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,7 +104,7 @@ class SchedulerClient:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
-        stream = self._router.open(submission.request_ids)
+        stream = self._router.open(submission.request_ids, first_indexes(requests))
         if not self._submissions:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
@@ -155,7 +168,11 @@ class SchedulerClient:
         while True:
             try:
                 num_overloaded, self._num_overloaded = self._num_overloaded, 0
-                heartbeat = Heartbeat(num_overloaded=num_overloaded)
+                heartbeat = Heartbeat(
+                    num_overloaded=num_overloaded,
+                    api_server=self._name,
+                    journal=None if self._journal_status is None else self._journal_status(),
+                )
                 await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
             except RayActorError:

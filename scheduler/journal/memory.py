@@ -34,6 +34,8 @@ class MemoryStore:
         """Entries live for `ttl_s` after the last write; beyond `max_bytes` the oldest finished ones go earlier."""
         self.ttl_s = ttl_s
         self.slots: OrderedDict[str, _Slot] = OrderedDict()
+        self.open_ids: dict[str, None] = {}
+        """Of entries that are not finished, the oldest first."""
         self.alive_until_s: dict[str, float] = {}
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -42,6 +44,7 @@ class MemoryStore:
         """Keep a new entry."""
         self.drop(entry_id)
         self.slots[entry_id] = slot
+        self.open_ids[entry_id] = None
         self._num_bytes += slot.size_bytes
         self._make_room(now)
 
@@ -62,8 +65,15 @@ class MemoryStore:
         slot.touched_s = now
         self.slots.move_to_end(entry_id)
 
+    def finish(self, entry_id: str, state: EntryState, error: str) -> None:
+        """End an entry that is there."""
+        slot = self.slots[entry_id]
+        slot.state, slot.error = state, error
+        self.open_ids.pop(entry_id, None)
+
     def drop(self, entry_id: str) -> None:
         """Forget an entry, if it is there."""
+        self.open_ids.pop(entry_id, None)
         slot = self.slots.pop(entry_id, None)
         if slot is not None:
             self._num_bytes -= slot.size_bytes
@@ -137,7 +147,7 @@ class MemoryJournal:
                 case "released":
                     slot.owner = ""
                 case "done" | "failed":
-                    slot.state, slot.error = write.state, write.error
+                    self._store.finish(write.entry_id, write.state, write.error)
         return refused
 
     async def read(self, entry_id: str, first_group: int = 0) -> Entry | None:
@@ -148,11 +158,11 @@ class MemoryJournal:
     async def orphans(self, limit: int) -> list[Orphan]:
         """Return up to so many entries that somebody should take over."""
         now, found = self._clock(), list[Orphan]()
-        for entry_id, slot in self._store.slots.items():
+        for entry_id in self._store.open_ids:
             if len(found) == limit:
                 break
-            owner_lives = slot.owner == self._owner or self._store.alive_until_s.get(slot.owner, 0.0) > now
-            if slot.state == "open" and not owner_lives:
+            slot = self._store.slots[entry_id]
+            if slot.owner != self._owner and self._store.alive_until_s.get(slot.owner, 0.0) <= now:
                 found.append(Orphan(entry_id=entry_id, owner=slot.owner))
         return found
 
