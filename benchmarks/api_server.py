@@ -28,6 +28,7 @@ import ray
 from scheduler.api.app import AppSettings
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -203,7 +204,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(rate: float, seconds: float, num_servers: int) -> Report:
+def measure(rate: float, seconds: float, num_servers: int, journal: JournalConfig | None = None) -> Report:
     """Start stub and ApiServers, run the client, and return what it saw. Ray must be running."""
     folder = resolve_model("smollm2-135m", progress=print).path
     tokenizer = Tokenizer.from_folder(folder)
@@ -223,6 +224,7 @@ def measure(rate: float, seconds: float, num_servers: int) -> Report:
             settings=AppSettings(model_names=("stub",)),
             max_queued_requests=100_000,
             max_queued_tokens=100_000_000,
+            journal=journal or JournalConfig(),
         )
         servers.append(ray.remote(ApiServer).options(name=config.name, num_cpus=0).remote(config))
         port = int(ray.get(servers[-1].start.remote()).rsplit(":", 1)[1])

@@ -13,21 +13,15 @@ entries: what is in `open` without an entry, or the other way round, is put righ
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
-
 from scheduler.journal.base import Entry, JournalError, Orphan, Write
-from scheduler.journal.redis_url import disconnect
-
-_CALL_TIMEOUT_S = 2.0
-_MAX_BATCH = 512
+from scheduler.journal.pipe import Pipe
+from scheduler.journal.resp import Command
 
 _ACCEPT = """
 local old = redis.call('HMGET', KEYS[1], 'record', 'fingerprint', 'state', 'owner')
@@ -75,24 +69,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class RedisJournal:
-    """A `Journal` for one owner; belongs to one event loop.
-
-    Commands that are asked for while others are on their way travel together, in one pipeline.
-    """
+    """A `Journal` for one owner; belongs to one event loop."""
 
     is_durable = True
 
-    def __init__(
-        self, client: Redis | RedisCluster, owner: str, *, model: str, ttl_s: float, lease_s: float = 5.0
-    ) -> None:
+    def __init__(self, pipe: Pipe, owner: str, *, model: str, ttl_s: float, lease_s: float = 5.0) -> None:
         """Services share what is named after the same `model`. An owner lives for `lease_s` after each renewal."""
-        self._client: Any = client
+        self._pipe = pipe
         self._owner = owner
         self._prefix = f"purefill:{quote(model, safe='')}:"
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._lease_s = lease_s
-        self._queue: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
-        self._sending: asyncio.Task[None] | None = None
         self._is_up = True
         self._was_down_s: float | None = None
         self._dead: tuple[str, ...] = ()
@@ -132,7 +119,7 @@ class RedisJournal:
     async def write(self, writes: Sequence[Write]) -> list[str]:
         """Add to entries; return the ids of those that are not this owner's."""
         released = [write.entry_id for write in writes if write.state == "released"]
-        commands: list[tuple[Any, ...]] = [("SADD", self._open(""), *released)] if released else []
+        commands: list[Command] = [("SADD", self._open(""), *released)] if released else []
         commands += [
             (
                 *("EVAL", _WRITE, 2, *self._keys(write.entry_id), self._owner),
@@ -184,7 +171,7 @@ class RedisJournal:
             await self._call("ZADD", self._prefix + "owners", 0, self._owner)
         except JournalError as error:
             _LOG.warning("the journal does not know that this ApiServer stops: %s", error)
-        await disconnect(self._client)
+        await self._pipe.close()
 
     def _keys(self, entry_id: str) -> tuple[str, str]:
         key = f"{self._prefix}{{{entry_id}}}"
@@ -193,54 +180,31 @@ class RedisJournal:
     def _open(self, owner: str) -> str:
         return f"{self._prefix}open:{owner}"
 
-    async def _calls(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands, in this order, and return their answers."""
-        return list(await asyncio.gather(*(self._call(*command) for command in commands)))
+    async def _call(self, *command: str | int | bytes, even_if_down: bool = False) -> Any:
+        """Send a command and return its answer."""
+        return (await self._calls(command, even_if_down=even_if_down))[0]
 
-    async def _call(self, *command: Any, even_if_down: bool = False) -> Any:
+    async def _calls(self, *commands: Command, even_if_down: bool = False) -> list[Any]:
+        """Send commands, in this order, and return their answers."""
         if not self._is_up and not even_if_down:
             raise JournalError("the journal cannot be reached")
-        future = asyncio.get_running_loop().create_future()
-        self._queue.append((command, future))
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
-        return await future
+        try:
+            answers = await self._pipe.calls(commands)
+        except JournalError as error:
+            self._note(error)
+            raise JournalError(f"the journal cannot be reached: {error}") from error
+        self._note(None)
+        return answers
 
-    async def _send(self) -> None:
-        """Send what waits, pipeline after pipeline."""
-        while self._queue:
-            batch, self._queue = self._queue[:_MAX_BATCH], self._queue[_MAX_BATCH:]
-            try:
-                async with asyncio.timeout(_CALL_TIMEOUT_S):
-                    pipeline = self._client.pipeline(transaction=False)
-                    for command, _ in batch:
-                        pipeline.execute_command(*command)
-                    answers = await pipeline.execute(raise_on_error=False)
-            except (RedisError, OSError, TimeoutError) as error:
-                answers = [error] * len(batch)
-            failure = next((answer for answer in answers if isinstance(answer, Exception)), None)
-            self._note(failure)
-            for (_, future), answer in zip(batch, answers, strict=True):
-                if future.done():
-                    continue
-                if isinstance(answer, Exception):
-                    future.set_exception(JournalError(f"the journal cannot be reached: {_reason(answer)}"))
-                else:
-                    future.set_result(answer)
-
-    def _note(self, failure: Exception | None) -> None:
+    def _note(self, failure: JournalError | None) -> None:
         """Remember whether the journal could be reached."""
         if failure is not None:
             if self._is_up:
-                _LOG.error("the journal cannot be reached: %s", _reason(failure))
+                _LOG.error("the journal cannot be reached: %s", failure)
             self._is_up, self._was_down_s = False, time.monotonic()
         elif not self._is_up:
             _LOG.warning("the journal is back")
             self._is_up = True
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or f"no answer within {_CALL_TIMEOUT_S:g} s"
 
 
 def _entry(parts: Sequence[Any]) -> Entry:

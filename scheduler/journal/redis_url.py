@@ -1,47 +1,55 @@
-"""From the URL of a journal to a client of the Redis that it names."""
+"""From the URL of a journal to a way to the Redis that it names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from scheduler.errors import ConfigError
+from scheduler.journal.client_pipe import ClientPipe
+from scheduler.journal.pipe import Pipe
+from scheduler.journal.resp import CONNECT_TIMEOUT_S, DirectPipe, RedisAddress
 from scheduler.journal.settings import check_journal_url, sentinel_parts
 
-CONNECT_TIMEOUT_S = 1.0
-ANSWER_TIMEOUT_S = 1.0
+_PLAIN = ("host", "port", "db", "username", "password", "connection_class")
+"""What a URL says that asks for nothing special."""
 
 
-def connect(url: str) -> Redis | RedisCluster:
-    """Return a client. It connects when it is used first. Raises ConfigError if the URL has no known form."""
-    scheme = url.partition("://")[0]
+def connect(url: str) -> Pipe:
+    """Return a way to Redis. It connects when it is used first. Raises ConfigError if the URL has no known form."""
     # One more try after a broken connection, at once: it may only be that Redis was started again.
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": ANSWER_TIMEOUT_S,
+        "socket_timeout": CONNECT_TIMEOUT_S,
         "retry": Retry(NoBackoff(), 1),
     }
     try:
         check_journal_url(url)
+        scheme = url.partition("://")[0]
         if scheme.endswith("cluster"):
-            return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
+            return ClientPipe(RedisCluster.from_url(url.replace("+cluster", "", 1), **options))
         if scheme.endswith("sentinel"):
-            return _from_sentinels(url, options)
-        return Redis.from_url(url, **options)
+            return ClientPipe(_from_sentinels(url, options))
+        parts: dict[str, Any] = dict(parse_url(url))
+        if not parts.keys() <= set(_PLAIN):
+            return ClientPipe(Redis.from_url(url, **options))
     except ValueError as error:
         raise ConfigError(f"journal {error}") from None
-
-
-async def disconnect(client: Redis | RedisCluster) -> None:
-    """Close all connections of a client."""
-    await client.aclose()
-    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
-    for sentinel in manager.sentinels if manager is not None else ():
-        await sentinel.aclose()
+    return DirectPipe(
+        RedisAddress(
+            host=parts.get("host", "localhost"),
+            port=parts.get("port", 6379),
+            db=parts.get("db", 0),
+            username=parts.get("username"),
+            password=parts.get("password"),
+            tls=scheme == "rediss",
+        )
+    )
 
 
 def _from_sentinels(url: str, options: dict[str, Any]) -> Redis:

@@ -38,8 +38,7 @@ class Journals:
             self._store.ttl_s = ttl_s
             journal = MemoryJournal(self._store, owner, lease_s=lease_s)
         else:
-            client = connect(self._url)
-            journal = RedisJournal(client, owner, model=self._model, ttl_s=ttl_s, lease_s=lease_s)
+            journal = RedisJournal(connect(self._url), owner, model=self._model, ttl_s=ttl_s, lease_s=lease_s)
         await journal.renew()
         self._made.append(journal)
         return journal
@@ -65,14 +64,14 @@ def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def give_all_slots(port: int) -> None:
     async def give() -> None:
-        client = connect(f"redis://127.0.0.1:{port}")
-        await client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        pipe = connect(f"redis://127.0.0.1:{port}")
+        await pipe.calls([("CLUSTER", "ADDSLOTS", *range(16384))])
 
         async def is_whole() -> bool:
-            return b"cluster_state:ok" in await client.execute_command("CLUSTER", "INFO")
+            return b"cluster_state:ok" in (await pipe.calls([("CLUSTER", "INFO")]))[0]
 
         await until(is_whole)
-        await client.aclose()
+        await pipe.close()
 
     asyncio.run(asyncio.wait_for(give(), 60))
 
