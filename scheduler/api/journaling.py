@@ -27,6 +27,7 @@ from scheduler.messages import JournalStatus, TokenEvent
 _MAX_ADOPTED = 256
 """Requests of others that are computed at once; the rest waits for the next round."""
 _STOP_TIMEOUT_S = 2.0
+_START_PAUSE_S = 0.2
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Journaling:
         self._refuses = on_failure == "refuse"
         self._num_unjournaled = 0
         self._resume: Resume | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._unreadable: set[str] = set()
 
@@ -96,19 +97,29 @@ class Journaling:
         """Say how requests are gone on with that others began."""
         self._resume = resume
 
-    async def start(self) -> None:
-        """Join the journal. Raises JournalError if it cannot be reached and new requests would be refused."""
-        try:
-            await self._journal.renew()
-        except JournalError:
-            if self._refuses:
-                raise
-        self._running = asyncio.create_task(self._run())
+    async def start(self, *, patience_s: float = 0.0) -> None:
+        """Join the journal. Raises JournalError if it cannot be reached and new requests would be refused.
+
+        `patience_s`: how long it may take to come up.
+        """
+        give_up_s = asyncio.get_running_loop().time() + patience_s
+        while self._refuses:
+            try:
+                await self._journal.renew()
+                break
+            except JournalError:
+                if asyncio.get_running_loop().time() >= give_up_s:
+                    raise
+            await asyncio.sleep(_START_PAUSE_S)
+        # Apart: what is taken over waits for the scheduler, and meanwhile this ApiServer lives on.
+        self._running = [
+            asyncio.create_task(self._again_and_again(work)) for work in (self._live, self._adopt)
+        ]
 
     async def stop(self) -> None:
         """Write what waits, and leave what is not finished to others. Takes two seconds at most."""
-        if self._running is not None:
-            self._running.cancel()
+        for task in self._running:
+            task.cancel()
         if self._background:
             await asyncio.wait(self._background, timeout=_STOP_TIMEOUT_S / 2)
         with suppress(JournalError, TimeoutError):
@@ -178,19 +189,23 @@ class Journaling:
             raise UnavailableError(str(error), param=KEY_HEADER) from error
         return accepted, Follower(self._journal, ticket.entry_id, len(accepted.samplings))
 
-    async def _run(self) -> None:
-        """Live on, and take over what others left. Never returns."""
+    async def _again_and_again(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something as often as the journal wants it. Never returns."""
         while True:
             try:
-                await self._journal.renew()
-                await self._adopt()
+                await work()
             except JournalError as error:
                 _LOG.debug("no round: %s", error)
             except Exception:
                 _LOG.exception("a round over the journal failed")
             await asyncio.sleep(self._journal.renew_every_s)
 
+    async def _live(self) -> None:
+        """Say that this ApiServer lives."""
+        await self._journal.renew()
+
     async def _adopt(self) -> None:
+        """Take over what others left."""
         room = _MAX_ADOPTED - len(self._background)
         if self._resume is None or room <= 0:
             return

@@ -29,6 +29,8 @@ from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEv
 
 _BACKLOG = 2048
 _STOP_TIMEOUT_S = 3
+_JOURNAL_PATIENCE_S = 5.0
+"""A Redis that was started with this service may still read its file."""
 _KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep theirs, so that none is closed as it is used."""
 
@@ -141,7 +143,7 @@ class ApiServer:
         journal = make_journal(config.journal, owner=owner, model=config.model.name)
         journaling = Journaling(journal, on_failure=config.journal.on_failure)
         try:
-            await journaling.start()
+            await journaling.start(patience_s=_JOURNAL_PATIENCE_S)
         except JournalError as error:
             await journal.close()
             raise ConfigError(
