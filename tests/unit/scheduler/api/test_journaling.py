@@ -423,6 +423,34 @@ def test_what_a_dead_server_began_goes_on_elsewhere(play: Play, fields: dict[str
     play(scenario)
 
 
+def test_only_what_is_missing_is_computed(play: Play) -> None:
+    """One choice was complete, and the write of its tokens was repeated as nobody confirmed it."""
+
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        lost = asyncio.ensure_future(first.post("k", n=2, max_tokens=3))
+        await until(lambda: len(first.engine.requests) == 2)
+        done, begun = (request.request_id for request in first.engine.requests)
+        first.journal.loses_answers = True
+        first.engine.send(done, list(b"abc"), finish_reason="length")
+        first.engine.send(begun, list(b"uv"))
+        await world.written(2 * 5)
+        first.die()
+        second = await world.server()
+        second.engine.texts = None
+        await until(lambda: second.engine.requests)
+        (resumed,) = second.engine.requests
+        assert resumed.output_token_ids == tuple(b"uv")
+        second.engine.send(resumed.request_id, list(b"w"), start=2, finish_reason="length")
+        answer = await second.post("k", n=2, max_tokens=3)
+        assert [choice["text"] for choice in answer.json()["choices"]] == ["abc", "uvw"]
+        first.engine.send(begun, list(b"w"), start=2, finish_reason="length")
+        assert (await lost).text == answer.text
+
+    play(scenario)
+
+
 def test_what_was_complete_but_not_closed_is_only_closed(play: Play) -> None:
     """The dead server had all tokens, up to a stop string that is in none of them."""
 
