@@ -132,6 +132,25 @@ class Admission:
         Raises `OverloadedError` if they would be too many now, and `InvalidRequestError` if they always
         would.
         """
+        self._check_size(num_requests, num_tokens)
+        return self._permit(num_requests, num_tokens, None, now)
+
+    def admit_text(self, num_requests: int, num_chars: int, now: float, *, num_tokens: int = 0) -> Permit:
+        """Let requests in whose prompts have so many characters together, before they are tokenised.
+
+        `num_tokens` are those of prompts that came as tokens. Raises `OverloadedError` if all that would probably
+        be too much now, and `InvalidRequestError` if the sequences, or the prompts that came as tokens, always would.
+        `settle` the permit when the tokens are known.
+        """
+        self._check_size(num_requests, num_tokens)
+        return self._permit(num_requests, self.estimated_tokens(num_chars) + num_tokens, num_chars, now)
+
+    def estimated_tokens(self, num_chars: int) -> int:
+        """Return about how many tokens so many characters are, as prompts of late had it."""
+        return round(num_chars * self._tokens / self._chars)
+
+    def _check_size(self, num_requests: int, num_tokens: int) -> None:
+        """Raise `InvalidRequestError` for what would not even fit into an empty queue."""
         if num_requests > self._max_requests:
             raise InvalidRequestError(
                 f"a request must hold at most {self._max_requests} sequences, the size of the queue, "
@@ -142,19 +161,6 @@ class Admission:
                 f"the prompts of a request must have at most {self._max_tokens} tokens together, the size "
                 f"of the queue, got {num_tokens}"
             )
-        return self._permit(num_requests, num_tokens, None, now)
-
-    def admit_text(self, num_requests: int, num_chars: int, now: float, *, num_tokens: int = 0) -> Permit:
-        """Let requests in whose prompts have so many characters together, before they are tokenised.
-
-        `num_tokens` are those of prompts that came as tokens. Raises `OverloadedError` if all that would probably
-        be too much now. `settle` the permit when the tokens are known.
-        """
-        return self._permit(num_requests, self.estimated_tokens(num_chars) + num_tokens, num_chars, now)
-
-    def estimated_tokens(self, num_chars: int) -> int:
-        """Return about how many tokens so many characters are, as prompts of late had it."""
-        return round(num_chars * self._tokens / self._chars)
 
     def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None, now: float) -> Permit:
         if now > self._state_ends_at:

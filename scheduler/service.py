@@ -139,6 +139,11 @@ def _start_actors(
     decode_actors = _create_workers("decode", config.decode_workers, template, strategies, actors)
     prefill_actors = _create_workers("prefill", config.prefill_workers, template, strategies, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
+    if not 0 < template.num_gpus < 1:
+        # Workers that share a GPU load in turn, since a pool takes what the others leave. What this raises, the
+        # calls of `load` below raise again.
+        for actor in prefill_actors:
+            actor.load_model.remote()
     decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
     pools = tuple(info.pool for info in decode)
     _say("warming up the prefill buckets")

@@ -21,6 +21,7 @@ from worker.pacing import Pacer
 
 if TYPE_CHECKING:
     from worker.events import EventSender
+    from worker.model import Model
     from worker.prefill import PrefillEngine
 
 
@@ -32,6 +33,8 @@ class PrefillWorker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._model: Model | None = None
+        self._load_seconds = 0.0
         self._engine: PrefillEngine
         self._sender: EventSender
         self._pacer = Pacer(config.decode_share)
@@ -39,15 +42,27 @@ class PrefillWorker:
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
 
+    def load_model(self) -> None:
+        """Load the model, while the decode workers make their pools. Raises `ConfigError` with the reason."""
+        from worker import startup
+
+        started = time.perf_counter()
+        self._model = startup.load(self._config)
+        self._load_seconds = time.perf_counter() - started
+
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
-        """Load the model, open the decode workers' pools and warm up. Raises `ConfigError` with the reason."""
+        """Load the model, unless `load_model` has, open the decode workers' pools and warm up.
+
+        Raises `ConfigError` with the reason.
+        """
         from worker import startup
         from worker.events import EventSender
         from worker.prefill import PrefillEngine
 
-        config, started = self._config, time.perf_counter()
-        model = startup.load(config)
-        loaded = time.perf_counter()
+        if self._model is None:
+            self.load_model()
+        config, model, loaded = self._config, self._model, time.perf_counter()
+        assert model is not None
         ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
         self._engine = PrefillEngine(
@@ -72,7 +87,7 @@ class PrefillWorker:
             uses_cuda_graphs=self._engine.uses_graphs,
             bucket_seconds=bucket_seconds,
             device=model.device.type,
-            load_seconds=loaded - started,
+            load_seconds=self._load_seconds,
             warmup_seconds=time.perf_counter() - loaded,
             transports=self._engine.transports,
         )

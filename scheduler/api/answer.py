@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.api.computation import Computation
 from scheduler.api.output import ChoiceOutput, Delta, join
 from scheduler.api.render import Renderer
-from scheduler.errors import RequestTimeoutError
+from scheduler.errors import InvalidRequestError, RequestTimeoutError
 from scheduler.messages import TokenEvent
 
 KEEP_ALIVE = ": keep-alive\n\n"
@@ -35,6 +35,7 @@ class Generation:
         timeout_s: float | None,
         keep_alive_s: float,
         headers: Mapping[str, str],
+        grammar_param: str | None,
     ) -> None:
         self.answer_id = answer_id
         """What the client knows it by."""
@@ -50,6 +51,7 @@ class Generation:
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
+        self._grammar_param = grammar_param
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             error = RequestTimeoutError(f"the request took longer than {timeout_s:g} s")
@@ -59,7 +61,7 @@ class Generation:
         """Wait for all choices and return the JSON of the answer. Raises RequestError if one of them fails."""
         parts: list[list[Delta]] = [[] for _ in self._outputs]
         while self._num_open:
-            for position, event in await self._stream.read():
+            for position, event in await self._read():
                 delta = self._push(position, event)
                 if delta is not None:
                     parts[position].append(delta)
@@ -73,7 +75,7 @@ class Generation:
         """
         while self._num_open:
             chunks: list[str] = []
-            events = await self._stream.read(self._keep_alive_s)
+            events = await self._read(self._keep_alive_s)
             for position, event in events:
                 delta = self._push(position, event)
                 if delta is not None:
@@ -90,7 +92,7 @@ class Generation:
         """Wait for all choices, for nobody. Raises RequestError if one of them fails."""
         try:
             while self._num_open:
-                for position, event in await self._stream.read():
+                for position, event in await self._read():
                     self._push(position, event)
                 await self._cancel_stopped()
         finally:
@@ -105,6 +107,15 @@ class Generation:
         goes_on = await self._computation.close(unfinished, go_on)
         if self._timer is not None and not goes_on:
             self._timer.cancel()
+
+    async def _read(self, timeout_s: float | None = None) -> list[tuple[int, TokenEvent]]:
+        """Return the next events, none if none came in time. Raises RequestError."""
+        try:
+            return await self._stream.read(timeout_s)
+        except InvalidRequestError as error:
+            # All else was checked before: a grammar that takes too much work shows only as it is followed.
+            error.param = error.param or self._grammar_param
+            raise
 
     def _push(self, position: int, event: TokenEvent) -> Delta | None:
         """Return what an event adds; None if it came after the stop string of its choice."""

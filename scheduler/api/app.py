@@ -21,6 +21,7 @@ from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.completion_protocol import CompletionRequest, CompletionResponse
 from scheduler.api.engine import Engine
 from scheduler.api.errors import INTERNAL_ERROR, error_response
+from scheduler.api.fields import shorten
 from scheduler.api.generation import GenerationStarter
 from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket, make_ticket
 from scheduler.api.journaling import Journaling
@@ -207,7 +208,7 @@ def _add_model_routes(app: FastAPI, parts: _Parts) -> None:
         """Return one of the names of the served model."""
         if model_id not in cards:
             raise ModelNotFoundError(
-                f"model {model_id!r} is not served here; served: {', '.join(cards)}", param="model"
+                f"model {shorten(model_id)} is not served here; served: {', '.join(cards)}", param="model"
             )
         return cards[model_id]
 

@@ -78,6 +78,9 @@ def parse_as(value: Any, model: type[M]) -> M:
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
     try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise validation_error(error.errors(include_url=False)) from None
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            raise validation_error(error.errors(include_url=False)) from None
+    except RecursionError:  # what could be read is not always shallow enough to be written into a message
+        raise InvalidRequestError("the body is nested too deeply") from None

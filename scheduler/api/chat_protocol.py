@@ -188,6 +188,11 @@ class ChatRequest(GenerationParams, ChatPrompt):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def max_tokens_param(self) -> str:
+        """The field that says so."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def default_max_tokens(self) -> int:
         """Most tokens if the client does not say, as far as the context has room."""
         return DEFAULT_MAX_CHAT_TOKENS

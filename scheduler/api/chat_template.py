@@ -52,10 +52,15 @@ class ChatTemplate:
             raise ConfigError(f"the chat template in {folder} is not valid: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool,
     ) -> str:
         """Return the text of a conversation, ready for the model to go on with.
 
+        `variables` are further ones for the template, by name; none can take the place of the conversation.
         Raises InvalidRequestError if the template does not take these messages.
         """
         try:
@@ -64,12 +69,19 @@ class ChatTemplate:
                     **self._special_tokens,
                     "tools": None,
                     "documents": None,
-                    **variables,
+                    **(variables or {}),
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,  # what the client sent is nested too deeply to be written
+        ) as error:
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error}", param="messages"
             ) from error

@@ -13,6 +13,8 @@ from scheduler.errors import InvalidRequestError
 MAX_PROMPTS = 128
 MAX_STOPS = 4
 MAX_STOP_TOKENS = 128
+MAX_BANNED_TOKENS = 16
+"""How many end tokens, the model's own included, `min_tokens` can keep away: workers have room for so many."""
 MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100
 

@@ -14,6 +14,7 @@ from scheduler.api.chat_protocol import ChatRequest
 from scheduler.api.completion_protocol import CompletionRequest
 from scheduler.api.computation import Computation, EngineComputation
 from scheduler.api.engine import Engine, TokenStream
+from scheduler.api.fields import shorten
 from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket
 from scheduler.api.journaling import Journaling
 from scheduler.api.logprobs import TokenNames
@@ -66,7 +67,9 @@ class GenerationStarter:
         """Raise ModelNotFoundError if this model is not served. None: whichever is."""
         if name is not None and name not in self._model_names:
             served = ", ".join(self._model_names)
-            raise ModelNotFoundError(f"model {name!r} is not served here; served: {served}", param="model")
+            raise ModelNotFoundError(
+                f"model {shorten(name)} is not served here; served: {served}", param="model"
+            )
 
     async def start(
         self, body: GenerationRequest, key_digest: str = "", ticket: Ticket | None = None
@@ -202,6 +205,7 @@ class GenerationStarter:
             timeout_s=self._timeout_s,
             keep_alive_s=self._keep_alive_s,
             headers=headers or {},
+            grammar_param=None if body.grammar is None else body.grammar_param,
         )
 
     def _outputs(self, body: GenerationRequest, accepted: AcceptedRequest) -> list[ChoiceOutput]:

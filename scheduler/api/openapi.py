@@ -121,7 +121,7 @@ def _links(operation: dict[str, Any]) -> str:
     ):
         kinds = [_kind(content.get("schema", {})) for content in part.get("content", {}).values()]
         if kinds:
-            parts.append(f"{title}: {' or '.join(kinds)}")
+            parts.append(f"{title}: {' or '.join(dict.fromkeys(kinds))}")
     return f"<p>{'<br>'.join(parts)}</p>"
 
 

@@ -175,6 +175,11 @@ class GenerationParams(BaseModel):
         return self.max_tokens
 
     @property
+    def max_tokens_param(self) -> str:
+        """The field that says so."""
+        return "max_tokens"
+
+    @property
     def default_max_tokens(self) -> int:
         """Most tokens if the client does not say, as far as the context has room."""
         return DEFAULT_MAX_TOKENS

@@ -52,7 +52,7 @@ class PromptEncoder:
     async def encode(self, body: GenerationRequest) -> list[Prompt]:
         """Return the prompts of a request. Raises InvalidRequestError if one is not one that the model can take."""
         if isinstance(body, ChatRequest):
-            encoded = [await self.encode_chat(body)]
+            encoded = [await self.encode_chat(body, may_be_cut=body.truncate_prompt_tokens is not None)]
         else:
             encoded = await self._encode_texts(body)
         prompts = []
@@ -71,7 +71,7 @@ class PromptEncoder:
             )
         return prompts
 
-    async def encode_chat(self, body: ChatPrompt) -> tuple[int, ...]:
+    async def encode_chat(self, body: ChatPrompt, *, may_be_cut: bool = False) -> tuple[int, ...]:
         """Return the tokens of a conversation. Raises InvalidRequestError."""
         if self._chat_template is None:
             raise InvalidRequestError("the served model has no chat template", param="messages")
@@ -80,9 +80,12 @@ class PromptEncoder:
             variables["reasoning_effort"] = body.reasoning_effort
         text = self._chat_template.render(
             [message.variables() for message in body.messages],
-            **variables | {"add_generation_prompt": body.add_generation_prompt},
+            variables,
+            add_generation_prompt=body.add_generation_prompt,
         )
-        (token_ids,) = await self.encode_texts([text], "messages", add_special_tokens=body.add_special_tokens)
+        (token_ids,) = await self.encode_texts(
+            [text], "messages", add_special_tokens=body.add_special_tokens, may_be_cut=may_be_cut
+        )
         return token_ids
 
     async def encode_texts(
@@ -157,7 +160,13 @@ class PromptEncoder:
         offsets: tuple[int, ...] = ()
         if body.num_top_logprobs is not None:
             detokenizer = self.detokenizer(body)
-            offsets = await asyncio.to_thread(token_offsets, detokenizer, token_ids, len(text))
+            num_before = 0
+            if self._tokenizer is not None and text is given:
+                # Its own special tokens are part of the text, those that the tokenizer put before it are not.
+                detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False)
+                num_before = self._tokenizer.num_tokens_before if body.add_special_tokens else 0
+            own = await asyncio.to_thread(token_offsets, detokenizer, token_ids[num_before:], len(text))
+            offsets = (0,) * num_before + own
         return Prompt(token_ids=token_ids, text=text, offsets=offsets)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
+from scheduler.api.fields import MAX_BANNED_TOKENS, shorten
 from scheduler.api.output import Prompt
 from scheduler.api.prompts import GenerationRequest, check_vocabulary
 from scheduler.errors import InvalidRequestError
@@ -65,6 +66,14 @@ def choice_seed(seed: int | None, choice: int) -> int:
 
 def _sampling(body: GenerationRequest, choice: int, max_tokens: int, model: ModelInfo) -> SamplingParams:
     stop_token_ids = body.stop_token_ids if body.ignore_eos else (*model.eos_token_ids, *body.stop_token_ids)
+    stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
+    if body.min_tokens and len(stop_token_ids) > MAX_BANNED_TOKENS:
+        most = MAX_BANNED_TOKENS - len(set(stop_token_ids) - set(body.stop_token_ids))
+        raise InvalidRequestError(
+            f"stop_token_ids must hold at most {most} token ids with min_tokens > 0, "
+            f"got {len(set(body.stop_token_ids))}",
+            param="stop_token_ids",
+        )
     wanted = [num for num in (body.num_top_logprobs, body.prompt_logprobs) if num is not None]
     echoes_logprobs = body.wants_echo and body.num_top_logprobs is not None
     return SamplingParams(
@@ -79,7 +88,7 @@ def _sampling(body: GenerationRequest, choice: int, max_tokens: int, model: Mode
         repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
         seed=choice_seed(body.seed, choice),
-        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        stop_token_ids=stop_token_ids,
         num_logprobs=max(wanted, default=None),
         prompt_logprobs=body.prompt_logprobs is not None or echoes_logprobs,
         grammar=body.grammar,
@@ -93,9 +102,10 @@ def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, model: ModelInf
     max_tokens = min(body.default_max_tokens, room) if asked is None else asked
     if max_tokens > room:
         raise InvalidRequestError(
-            f"max_tokens must be <= {room}, got {max_tokens}: {where} has {num_prompt_tokens} tokens, and "
-            f"with the completion it must have <= {model.max_model_len}, the model's context length",
-            param="max_tokens",
+            f"{body.max_tokens_param} must be <= {room}, got {shorten(max_tokens)}: {where} has "
+            f"{num_prompt_tokens} tokens, and with the completion it must have "
+            f"<= {model.max_model_len}, the model's context length",
+            param=body.max_tokens_param,
         )
     if body.min_tokens > max_tokens:
         raise InvalidRequestError(

@@ -18,6 +18,7 @@ from scheduler.admission import Admission
 from scheduler.api.app import AppSettings, create_app
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.journaling import Journaling
+from scheduler.api.protocol import HttpProtocol
 from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
@@ -113,7 +114,7 @@ class ApiServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

@@ -152,7 +152,7 @@ def problem_of(grammar: Grammar) -> str:
     if len(grammar.text) > _MAX_CHARS:
         return f"{grammar.kind} must have at most {_MAX_CHARS} characters, got {len(grammar.text)}"
     # Importing it takes a third of a second, which few requests need.
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
     try:
         match grammar.kind:
@@ -167,9 +167,16 @@ def problem_of(grammar: Grammar) -> str:
                 # As the workers do it: digits are 0 to 9, whatever else Unicode calls one.
                 source = f"start: /{regex_to_lark(grammar.text, 'd')}/"
         is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+        if is_error:
+            return f"{grammar.kind} is not valid: {_one_line(messages[0])}"
+        # Whether anything matches at all shows at the first token, for which bytes do.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
     except (ValueError, RecursionError) as error:
         return f"{grammar.kind} is not valid: {_one_line(str(error))}"
-    return f"{grammar.kind} is not valid: {_one_line(messages[0])}" if is_error else ""
+    return f"{grammar.kind} is not usable: {_one_line(matcher.get_error())}" if matcher.is_error() else ""
 
 
 def _object(text: str) -> dict[str, Any]:

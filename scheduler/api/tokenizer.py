@@ -49,12 +49,19 @@ class Tokenizer:
         special = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self._text_bytes = [b"" if i in special else part for i, part in enumerate(self._all_bytes)]
         self._is_byte_level = is_byte_level
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        self._num_tokens_before = _position(bare, self._tokenizer.encode("a").ids)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
         """Return the tokenizer of a model folder, or None if the folder holds none."""
         path = folder / TOKENIZER_FILE
         return cls(path) if path.is_file() else None
+
+    @property
+    def num_tokens_before(self) -> int:
+        """How many special tokens come before a text that is encoded with special tokens."""
+        return self._num_tokens_before
 
     @property
     def max_token_chars(self) -> int | None:
@@ -154,6 +161,12 @@ class _WindowDetokenizer:
         del self._window[: self._num_done]
         self._num_done = len(self._window)
         return new
+
+
+def _position(part: Sequence[int], whole: Sequence[int]) -> int:
+    """Return where `part` begins in `whole`; 0 if it is not in it."""
+    starts = range(len(whole) - len(part) + 1)
+    return next((i for i in starts if whole[i : i + len(part)] == part), 0)
 
 
 def _token_bytes(tokenizer: HfTokenizer, *, is_byte_level: bool) -> list[bytes]:

@@ -54,6 +54,15 @@ def test_what_never_fits_is_refused_for_good() -> None:
         admission.admit(1, 101, 0.0)
 
 
+def test_what_never_fits_is_refused_for_good_before_tokenising_too() -> None:
+    admission = Admission(max_requests=2, max_tokens=100)
+    with admission.admit(1, 10, 0.0):  # else an empty queue would let it in, to be refused after tokenising
+        with pytest.raises(InvalidRequestError, match="at most 2 sequences, the size of the queue, got 3"):
+            admission.admit_text(3, 10, 0.0)
+        with pytest.raises(InvalidRequestError, match="at most 100 tokens together"):
+            admission.admit_text(1, 0, 0.0, num_tokens=101)
+
+
 def test_characters_are_enough_to_be_turned_away_before_tokenising() -> None:
     admission = Admission(max_requests=100, max_tokens=1000)
     with admission.admit_text(1, 3600, 0.0) as permit:

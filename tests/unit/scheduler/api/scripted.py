@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,14 @@ class ScriptedEngine:
     """Accepts everything, unless `refusal` is set, and answers request number i with the text `texts[i]`.
 
     A text is sent byte by byte, and ends for the reason `length`, or with the end token if it ends in "<end>".
-    With `texts` None, tokens come only from `send`.
+    With `texts` None, tokens come only from `send`. `errors` holds the label and message with which some fail.
     """
 
-    def __init__(self, texts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, texts: Sequence[str] | None = None, errors: Mapping[int, tuple[str, str]] | None = None
+    ) -> None:
         self.texts = texts
+        self._errors = errors or {}
         self.refusal: RequestError | None = None
         self.failure: RequestError | None = None
         self.requests: list[Request] = []
@@ -106,7 +109,9 @@ class ScriptedEngine:
         for request in requests:
             self._sampling[request.request_id] = request.sampling
             self._prompts[request.request_id] = request.prompt_token_ids
-            if self.texts is not None:
+            if error := self._errors.get(len(self.requests)):
+                self.fail(request.request_id, *error)
+            elif self.texts is not None:
                 text = self.texts[len(self.requests)]
                 token_ids = list(text.removesuffix("<end>").encode())
                 if text.endswith("<end>"):

@@ -116,6 +116,12 @@ def test_messages_go_through_the_template(
     assert prompt_of(bytes_tokenizer, sent) == prompt
 
 
+def test_no_variable_takes_the_place_of_the_conversation(bytes_tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    variables = {"messages": [], "self": 1, "add_generation_prompt": False}
+    assert prompt_of(bytes_tokenizer, messages, chat_template_kwargs=variables) == "u:Hi|a:"
+
+
 def test_the_end_of_the_prompt(bytes_tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert prompt_of(bytes_tokenizer, messages, add_generation_prompt=False) == "u:Hi|"
@@ -177,7 +183,12 @@ def test_token_ids(bytes_tokenizer: Tokenizer) -> None:
         ({"top_logprobs": 3}, "top_logprobs", "only allowed with logprobs true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be <= 20, got 21"),
         ({"logprobs": 5}, "logprobs", "logprobs must be true or false, got 5"),
-        ({"max_completion_tokens": 100}, "max_tokens", "must be <= 57, got 100"),
+        ({"max_tokens": 100}, "max_tokens", "max_tokens must be <= 57, got 100"),
+        (
+            {"max_completion_tokens": 100},
+            "max_completion_tokens",
+            "max_completion_tokens must be <= 57, got 100",
+        ),
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice is not supported"),
         ({"functions": [{}]}, "functions", "functions is not supported"),
@@ -218,6 +229,7 @@ def test_what_is_refused(
         {"service_tier": "auto", "store": False, "metadata": {"a": "b"}, "safety_identifier": "x"},
         {"modalities": ["text"], "response_format": {"type": "text"}, "prediction": None},
         {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [{"role": "user", "content": "x" * 5000}], "truncate_prompt_tokens": 8},
     ],
 )
 def test_what_does_not_change_the_result_is_accepted(

@@ -57,7 +57,7 @@ def test_the_text_is_that_of_transformers(
             enable_thinking=False,
         )
         rendered = template.render(
-            messages, add_generation_prompt=add_generation_prompt, enable_thinking=False
+            messages, {"enable_thinking": False}, add_generation_prompt=add_generation_prompt
         )
         assert rendered == expected
 
@@ -87,9 +87,15 @@ def test_templates_and_tokens_are_found_where_models_have_them(tmp_path: Path) -
         ("{{ messages[5].content + 'x' }}", "messages"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ deep | tojson }}", "recursion"),
         ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
     ],
 )
 def test_what_a_template_refuses_is_the_clients_to_know(source: str, message: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
     with pytest.raises(InvalidRequestError, match=message):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], add_generation_prompt=True)
+        ChatTemplate(source, {}).render(
+            [{"role": "user", "content": "x"}], {"deep": deep}, add_generation_prompt=True
+        )

@@ -90,6 +90,26 @@ def test_echo(bytes_tokenizer: Tokenizer, prompt: Any, n: int) -> None:
     assert list(seen.values()) == texts
 
 
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_offsets_count_the_special_tokens_that_a_text_prompt_holds(
+    bytes_tokenizer: Tokenizer, skip_special_tokens: bool
+) -> None:
+    fields = {"echo": True, "logprobs": 0, "skip_special_tokens": skip_special_tokens}
+    (choice,) = choices(bytes_tokenizer, prompt="a<end>b", **fields)
+    assert choice["text"] == "a<end>bBCx"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_offsets_leave_out_the_special_tokens_that_are_put_before_a_text(
+    beginning_tokenizer: Tokenizer, skip_special_tokens: bool
+) -> None:
+    fields = {"echo": True, "logprobs": 0, "skip_special_tokens": skip_special_tokens}
+    (choice,) = choices(beginning_tokenizer, prompt="a<end>", **fields)
+    assert choice["text"] == "a<end>BCx"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 6, 7, 8]
+
+
 def test_echo_with_logprobs_begins_with_those_of_the_prompt(bytes_tokenizer: Tokenizer) -> None:
     (choice,) = choices(bytes_tokenizer, prompt="zBé", echo=True, logprobs=1)
     logprobs = choice["logprobs"]

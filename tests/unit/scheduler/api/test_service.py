@@ -227,6 +227,7 @@ def test_the_page_that_shows_the_schema(bytes_tokenizer: Tokenizer) -> None:
     assert page.headers["content-type"].startswith("text/html")
     for text in ("POST /v1/chat/completions", "<code>repetition_penalty</code>", "max_completion_tokens"):
         assert text in page.text
+    assert re.search(r"(>[A-Za-z]+</a>) or <a [^>]*\1", page.text) is None  # nothing twice
     assert "http://" not in page.text
     assert "https://" not in page.text
 

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import Grammar
-from tests.unit.scheduler.api.scripted import ScriptedEngine, app_over, chat, complete
+from tests.unit.scheduler.api.scripted import ScriptedEngine, app_over, chat, complete, events
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -65,6 +65,12 @@ def test_the_grammar_reaches_the_engine(
             "structured_outputs",
             "Pointer '/a' does not exist",
         ),
+        (
+            {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},
+            "structured_outputs",
+            "json_schema is not usable",
+        ),
+        ({"structured_outputs": {"regex": r"a[^\s\S]"}}, "structured_outputs", "regex is not usable"),
         ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs", "Unimplemented keys"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "must be a list"),
@@ -86,6 +92,16 @@ def test_what_is_refused(
     assert answer.json()["error"]["param"] == param
     assert message in answer.json()["error"]["message"]
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_only_a_worker_can_refuse_is_the_grammars_fault(
+    bytes_tokenizer: Tokenizer, stream: bool
+) -> None:
+    engine = ScriptedEngine(errors={0: ("invalid", "regex is not usable: too much work")})
+    answer = complete(app_over(engine, bytes_tokenizer), stream=stream, structured_outputs={"regex": "a+"})
+    body = events(answer.text)[-1] if stream else answer.json()
+    assert body["error"]["param"] == "structured_outputs"
 
 
 def test_a_model_without_a_tokenizer_has_no_grammars() -> None:

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from graphs.layout import MAX_BANNED_IDS
+from scheduler.api.body import parse_as
+from scheduler.api.completion_protocol import CompletionRequest
+from scheduler.api.fields import MAX_BANNED_TOKENS
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import OverloadedError, RequestError, UnavailableError
+from scheduler.errors import InvalidRequestError, OverloadedError, RequestError, UnavailableError
 from scheduler.messages import QueueState
 from tests.unit.scheduler.api.scripted import MODEL, ScriptedEngine, app_over, complete, post, send
 
@@ -109,6 +113,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias", "at most 300 tokens, got 301"),
     ({"stop_token_ids": ["x"]}, "stop_token_ids", "must be a list of token ids"),
     ({"stop_token_ids": [300]}, "stop_token_ids", "out of vocabulary"),
+    (
+        {"stop_token_ids": [*range(16), 15], "min_tokens": 1},
+        "stop_token_ids",
+        "must hold at most 15 token ids with min_tokens > 0, got 16",
+    ),
     ({"logprobs": -1}, "logprobs", "logprobs must be >= 0, got -1"),
     ({"logprobs": 21}, "logprobs", "logprobs must be <= 20, got 21"),
     ({"logprobs": "x"}, "logprobs", "logprobs must be an integer, got 'x'"),
@@ -164,6 +173,21 @@ def test_a_body_that_is_no_json_object(bytes_tokenizer: Tokenizer, body: bytes) 
     answer = post(app_over(ScriptedEngine(), bytes_tokenizer), body)
     assert answer.status_code == 400
     assert "the body" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["temperature", "suffix", "response_format"])
+def test_a_body_that_is_nested_too_deeply_to_be_quoted(name: str) -> None:
+    value: Any = {}
+    for _ in range(100_000):
+        value = {"a": value}
+    if name == "response_format":
+        value = {"type": "json_schema", "json_schema": {"schema": value}}
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        parse_as({"model": "m", "prompt": "a", name: value}, CompletionRequest)
+
+
+def test_workers_have_room_for_the_end_tokens_that_are_accepted() -> None:
+    assert MAX_BANNED_TOKENS == MAX_BANNED_IDS
 
 
 def test_a_body_without_the_json_content_type(bytes_tokenizer: Tokenizer) -> None:
