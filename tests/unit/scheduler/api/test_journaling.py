@@ -641,3 +641,57 @@ def test_an_entry_of_another_version_is_named_and_left_alone(
         assert (slot.owner, other.engine.requests) == ("", [])
 
     play(scenario)
+
+
+def test_a_service_that_stops_leaves_what_runs_to_the_next(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        lost = asyncio.ensure_future(first.post("k", max_tokens=4))
+        await until(lambda: len(first.engine.requests) == 1)
+        first.engine.send(first.engine.requests[0].request_id, list(b"ab"))
+        first.engine.router.fail_all(UnavailableError("the service is stopping"))
+        await first.journaling.stop()  # Writes what no timer has written yet.
+        assert (await lost).status_code == 503
+        second = await world.server()
+        second.engine.texts = None
+        await until(lambda: second.engine.requests)
+        (resumed,) = second.engine.requests
+        assert resumed.output_token_ids == tuple(b"ab")
+        second.engine.send(resumed.request_id, list(b"cd"), start=2, finish_reason="length")
+        assert (await second.post("k", max_tokens=4)).json()["choices"][0]["text"] == "abcd"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("on_failure", ["refuse", "continue"])
+def test_a_start_without_the_journal(play: Play, on_failure: str) -> None:
+    async def scenario(world: World) -> None:
+        journal = SharedJournal(world.store, "late")
+        journal.is_away = True
+        journaling = Journaling(journal, on_failure=on_failure)  # type: ignore[arg-type]
+        if on_failure == "refuse":
+            with pytest.raises(JournalError, match="cannot be reached"):
+                await journaling.start()
+        else:
+            await journaling.start()
+            journal.is_away = False
+            await until(lambda: "late" in world.store.alive_until_s)
+            await journaling.stop()
+
+    play(scenario)
+
+
+def test_a_journal_that_comes_up_late_is_waited_for(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        journal = SharedJournal(world.store, "late")
+        journal.is_away = True
+        journaling = Journaling(journal)
+        starting = asyncio.ensure_future(journaling.start(patience_s=60))
+        await asyncio.sleep(0)
+        journal.is_away = False
+        await starting
+        assert "late" in world.store.alive_until_s
+        await journaling.stop()
+
+    play(scenario)
