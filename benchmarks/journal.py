@@ -1,8 +1,8 @@
 """What a Redis journal costs an ApiServer: the same load with and without it, in turns, in one run.
 
 The parts are those of benchmarks.api_server: a real ApiServer on a core of its own, a stub for scheduler and
-workers, streams of 64 tokens in and 16 out. Every request is written down before it is submitted, and its tokens
-in groups. First comes a rate that leaves the ApiServer idle time, for what a request waits longer; then one
+workers, streams of 64 tokens in and 16 out. Every request is written down before it is submitted, and with --keyed
+its tokens in groups. First comes a rate that leaves the ApiServer idle time, for what a request waits longer; then one
 that it cannot keep up with, for how many it answers. Rounds with and without the journal take turns, and medians
 over the rounds are compared, as other work on the machine comes and goes.
 
@@ -23,14 +23,16 @@ from scheduler.journal.settings import JournalConfig, host_of
 from scheduler.messages import RAY_NAMESPACE
 
 
-def compare(name: str, rate: float, seconds: float, rounds: int, journal: JournalConfig) -> None:
+def compare(
+    name: str, rate: float, seconds: float, rounds: int, journal: JournalConfig, *, keyed: bool
+) -> None:
     """Run rounds without and with the journal in turns, and print the medians."""
     without: list[Report] = []
     with_journal: list[Report] = []
     for i in range(rounds):
         # Which goes first changes, so that neither has the better half of each round.
         for is_on in (False, True) if i % 2 == 0 else (True, False):
-            report = measure(rate, seconds, 1, journal if is_on else None)
+            report = measure(rate, seconds, 1, journal if is_on else None, keyed=keyed and is_on)
             (with_journal if is_on else without).append(report)
     print(f"\n{name}: {rate:g} requests/s offered for {seconds:g} s, medians of {rounds} rounds")
     print(f"{'':<22}{'without':>10}{'with':>10}{'ratio':>8}")
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rate", type=float, default=150.0, help="requests/s that leave idle time")
     parser.add_argument("--most", type=float, default=700.0, help="requests/s that are too many")
+    parser.add_argument("--keyed", action="store_true", help="send an Idempotency-Key with each request")
     arguments = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -58,8 +61,8 @@ def main() -> None:
     ray.init(address="local", namespace=RAY_NAMESPACE, include_dashboard=False, log_to_driver=False)
     journal = JournalConfig(url=arguments.journal)
     print(f"journal: {host_of(arguments.journal)}")
-    compare("latency", arguments.rate, arguments.seconds, arguments.rounds, journal)
-    compare("throughput", arguments.most, arguments.seconds, arguments.rounds, journal)
+    compare("latency", arguments.rate, arguments.seconds, arguments.rounds, journal, keyed=arguments.keyed)
+    compare("throughput", arguments.most, arguments.seconds, arguments.rounds, journal, keyed=arguments.keyed)
     ray.shutdown()
 
 

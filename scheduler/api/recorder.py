@@ -29,8 +29,8 @@ class Recording:
         self._touch = touch
 
     def took(self, position: int, event: TokenEvent) -> None:
-        """Record an event."""
-        if self.state == "open":
+        """Record an event, if the client may come back for it: the others' are computed again, should all die."""
+        if self.is_keyed and self.state == "open":
             self._events.append((position, event))
             self._changed()
 
