@@ -1,12 +1,13 @@
 """What a Redis journal costs an ApiServer: the same load with and without it, in turns, in one run.
 
 The parts are those of benchmarks.api_server: a real ApiServer on a core of its own, a stub for scheduler and
-workers, streams of 64 tokens in and 16 out. Every request is written down before it is submitted, and with --keyed
+workers, streams of 64 tokens in and 16 out. Every request is written down before its answer, and with --keyed
 its tokens in groups. First comes a rate that leaves the ApiServer idle time, for what a request waits longer; then one
 that it cannot keep up with, for how many it answers. Rounds with and without the journal take turns, and medians
-over the rounds are compared, as other work on the machine comes and goes.
+over the rounds are compared, as other work on the machine comes and goes. Redis belongs on the cores of stub and
+client, like everything but the ApiServer.
 
-    redis-server --port 6390 --save "" --appendonly yes &
+    taskset -c 1 redis-server --port 6390 --save "" --appendonly yes &
     python -m benchmarks.journal --journal redis://127.0.0.1:6390 --rounds 3
 """
 

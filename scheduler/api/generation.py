@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -163,19 +164,41 @@ class GenerationStarter:
         if ticket is None or self._journaling is None:
             stream = await self._engine.submit(requests)
             return self._generation(body, accepted, EngineComputation(self._engine, request_ids, stream))
-        noted = await self._journaling.accept(ticket, accepted)
+        if ticket.is_keyed:
+            noted = await self._journaling.accept(ticket, accepted)
+            if isinstance(noted, tuple):
+                return self._generation(body, *noted, headers=_headers(ticket, is_replayed=True))
+            try:
+                stream = await self._engine.submit(requests)
+            except BaseException:
+                if noted is not None:
+                    await self._journaling.refuse(noted)
+                raise
+        else:
+            noted, stream = await self._submit_and_accept(self._journaling, ticket, accepted, requests)
         if noted is None:
-            stream = await self._engine.submit(requests)
             return self._generation(body, accepted, EngineComputation(self._engine, request_ids, stream))
-        if isinstance(noted, tuple):
-            return self._generation(body, *noted, headers=_headers(ticket, is_replayed=True))
+        computation = self._journaling.compute(self._engine, request_ids, stream, noted, range(len(requests)))
+        return self._generation(body, accepted, computation, headers=_headers(ticket, is_replayed=False))
+
+    async def _submit_and_accept(
+        self, journaling: Journaling, ticket: Ticket, accepted: AcceptedRequest, requests: Sequence[Request]
+    ) -> tuple[Recording | None, TokenStream]:
+        """Submit a request whose key is ours, so that nobody else has it, while it is being written down."""
+        journaling.check_ready()
+        accepting = asyncio.ensure_future(journaling.accept(ticket, accepted))
         try:
             stream = await self._engine.submit(requests)
         except BaseException:
-            await self._journaling.refuse(noted)
+            await journaling.withdraw(accepting)
             raise
-        computation = self._journaling.compute(self._engine, request_ids, stream, noted, range(len(requests)))
-        return self._generation(body, accepted, computation, headers=_headers(ticket, is_replayed=False))
+        try:
+            noted = await accepting
+        except BaseException:
+            await self._engine.cancel([request.request_id for request in requests])
+            raise
+        assert not isinstance(noted, tuple), "a key that was made here came before"
+        return noted, stream
 
     def _generation(
         self,

@@ -28,6 +28,8 @@ _MAX_ADOPTED = 256
 """Requests of others that are computed at once; the rest waits for the next round."""
 _STOP_TIMEOUT_S = 2.0
 _START_PAUSE_S = 0.2
+_COMPANY_S = 0.005
+"""How long a request waits for others to be written with it, while the scheduler looks at it and the batch forms."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Journaling:
         self._running: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._unreadable: set[str] = set()
+        self._departure: asyncio.Event | None = None
 
     @property
     def is_durable(self) -> bool:
@@ -143,13 +146,20 @@ class Journaling:
     async def accept(
         self, ticket: Ticket, accepted: AcceptedRequest
     ) -> Recording | tuple[AcceptedRequest, Follower] | None:
-        """Write a request down, before it is submitted. None: it goes on without the journal.
+        """Write a request down, before its answer begins. None: it goes on without the journal.
 
-        If another with the same key was first, what comes of that is returned. Raises as `find`.
+        If another with the same key was first, what comes of that is returned. Raises as `find`. Requests without
+        a key of their clients' are written together with others that come within some milliseconds.
         """
+        if not ticket.is_keyed:
+            await self._company()
+        was_up = self._journal.is_up
         try:
             entry = await self._journal.accept(ticket.entry_id, encode_accepted(accepted), ticket.fingerprint)
         except JournalError as error:
+            if was_up:
+                # It may be there all the same; whoever asks again would wait for what nobody computes.
+                self._recorder.record(ticket.entry_id, is_keyed=ticket.is_keyed).remove()
             if self._refuses:
                 raise _away() from error
             self._num_unjournaled += 1
@@ -157,6 +167,13 @@ class Journaling:
         if entry is not None:
             return self._follow(ticket, entry)
         return self._recorder.record(ticket.entry_id, is_keyed=ticket.is_keyed)
+
+    async def withdraw(self, accepting: Awaitable[Recording | object]) -> None:
+        """Forget a request that the engine did not accept while it was being written down."""
+        with suppress(RequestError):
+            noted = await accepting
+            if isinstance(noted, Recording):
+                await self.refuse(noted)
 
     async def refuse(self, recording: Recording) -> None:
         """Forget a request that the engine did not accept, before its client hears of it."""
@@ -176,6 +193,18 @@ class Journaling:
         """Return a computation whose tokens are recorded. `positions`: the choices that were submitted."""
         stream.attach(recording, positions)
         return RecordedComputation(engine, request_ids, stream, recording, self._spawn)
+
+    async def _company(self) -> None:
+        """Wait until it is time to write, for all who wait at once."""
+        if self._departure is None:
+            self._departure = asyncio.Event()
+            asyncio.get_running_loop().call_later(_COMPANY_S, self._depart)
+        await self._departure.wait()
+
+    def _depart(self) -> None:
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            departure.set()
 
     def _follow(self, ticket: Ticket, entry: Entry) -> tuple[AcceptedRequest, Follower]:
         if entry.fingerprint != ticket.fingerprint:

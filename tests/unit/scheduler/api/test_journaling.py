@@ -50,14 +50,19 @@ class SharedJournal(MemoryJournal):
 
     async def accept(self, entry_id: str, record: bytes, fingerprint: str) -> Entry | None:
         self.check()
-        return await super().accept(entry_id, record, fingerprint)
+        entry = await super().accept(entry_id, record, fingerprint)
+        self.lose_answer()
+        return entry
+
+    def lose_answer(self) -> None:
+        if self.loses_answers:
+            self.loses_answers = False
+            raise JournalError("no answer")
 
     async def write(self, writes: Sequence[Write]) -> list[str]:
         self.check()
         refused = await super().write(writes)
-        if self.loses_answers:
-            self.loses_answers = False
-            raise JournalError("no answer")
+        self.lose_answer()
         return refused
 
     async def read(self, entry_id: str, first_group: int = 0) -> Entry | None:
@@ -510,6 +515,19 @@ def test_a_write_without_an_answer_doubles_no_token(play: Play) -> None:
         await world.written(6)
         first.engine.send(request_id, list(b"de"), start=3, finish_reason="length")
         assert (await second.post("k", max_tokens=5)).text == (await original).text
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_what_may_have_been_written_down_is_not_waited_for(play: Play, key: str | None) -> None:
+    async def scenario(world: World) -> None:
+        server = await world.server()
+        server.engine.restart(["Hello<end>", "Hello<end>"])
+        server.journal.loses_answers = True
+        assert (await server.post(key)).status_code == 503
+        await until(lambda: not world.store.slots)
+        assert (await server.post(key)).json()["choices"][0]["text"] == "Hello"
 
     play(scenario)
 
