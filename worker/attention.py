@@ -186,9 +186,7 @@ class HostPass:
             else:
                 seq_key = _read(keys, slot).transpose(0, 1).unsqueeze(0)
                 seq_value = _read(values, slot).transpose(0, 1).unsqueeze(0)
-            if softcap is None and _is_lone(slot, window):
-                attended = _lone_query_attention(seq_query, seq_key, seq_value, scaling)
-            elif softcap is not None:
+            if softcap is not None:
                 mask = self._mask(slot, window)
                 attended = _softcapped_attention(seq_query, seq_key, seq_value, mask, scaling, softcap)
             elif slot.is_whole and (window is None or slot.kv_len <= window):
@@ -310,25 +308,6 @@ def _read(pool_layer: torch.Tensor, slot: _Slot) -> torch.Tensor:
     else:
         pages = pool_layer[slot.pages]
     return pages.reshape(-1, *pool_layer.shape[2:])[: slot.kv_len]
-
-
-def _is_lone(slot: _Slot, window: int | None) -> bool:
-    """Whether the slot is one query that sees all of its keys: a step of decode."""
-    return slot.end - slot.start == 1 and (window is None or slot.kv_len <= window)
-
-
-def _lone_query_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Attention of one query ``[1, heads, 1, head_dim]`` to all of ``[1, kv_heads, kv_len, head_dim]``.
-
-    The heads that share a KV head are computed as if they were queries of it. In bfloat16 torch's kernel is two to
-    five times slower than in float32, conversion included (8 sequences of 100 to 1,500 tokens).
-    """
-    _, heads, _, head_dim = query.shape
-    packed = query.view(1, key.shape[1], heads // key.shape[1], head_dim).float()
-    attended = scaled_dot_product_attention(packed, key.float(), value.float(), scale=scaling)
-    return attended.view(1, heads, 1, value.shape[-1]).to(query.dtype)
 
 
 def _causal_mask(slot: _Slot, window: int | None) -> torch.Tensor | None:
