@@ -43,11 +43,11 @@ class MergedLinear(nn.Module):
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._sizes = [layer.out_features for layer in layers]
-        self.whole = nn.Linear(1, 1, bias=layers[0].bias is not None, device="meta")
-        self.whole.in_features, self.whole.out_features = layers[0].in_features, sum(self._sizes)
+        has_bias = layers[0].bias is not None
+        self.whole = nn.Linear(layers[0].in_features, sum(self._sizes), bias=has_bias, device="meta")
         weights = torch.cat([layer.weight.data for layer in layers])
         self.whole.weight = nn.Parameter(weights, requires_grad=False)
-        if layers[0].bias is not None:
+        if has_bias:
             biases = torch.cat([layer.bias.data for layer in layers])
             self.whole.bias = nn.Parameter(biases, requires_grad=False)
         self._input: torch.Tensor | None = None
