@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,9 +145,8 @@ class DecodeEngine:
         sequence = self._running.get(grant.ref)
         if sequence is not None:
             self._take_grants(sequence)
-        elif len(self._grants_early) > _MAX_EARLY:
-            # Some had ended by themselves just before, and no start will come for them.
-            del self._grants_early[next(iter(self._grants_early))]
+        else:
+            _forget_oldest(self._grants_early)
 
     def _take_grants(self, sequence: _Sequence) -> None:
         """Append what was granted, in the order of the pages. A sequence of which a page is refused is released."""
@@ -166,9 +166,7 @@ class DecodeEngine:
             self._drop(sequence)
             return
         self._cancelled_early[ref] = None
-        # Some had ended by themselves just before, and no start will come for them.
-        if len(self._cancelled_early) > _MAX_EARLY:
-            del self._cancelled_early[next(iter(self._cancelled_early))]
+        _forget_oldest(self._cancelled_early)
 
     def _drop(self, sequence: _Sequence) -> None:
         del self._running[sequence.ref]
@@ -259,6 +257,13 @@ class _Step:
 
     sequences: Sequence[_Sequence]
     ticket: Ticket
+
+
+def _forget_oldest(early: dict[Any, Any]) -> None:
+    """Keep what came before its sequence's start from growing without end."""
+    # Some sequences had ended by themselves just before, and no start will come for them.
+    if len(early) > _MAX_EARLY:
+        del early[next(iter(early))]
 
 
 def _failure(sequence: _Sequence, error: InvalidRequestError) -> tuple[str, TokenEvent]:
