@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,10 @@ class Writing:
     """For each lease, where in `Handoff.pool` its KV is to be written; nothing for those that are refused."""
     refused: Mapping[int, StaleLeaseError]
     """Leases, by place, whose pages have a newer owner already."""
+
+    def num_arrived(self, errors: Collection[int]) -> int:
+        """Return how many pages hold what was written, if those of the leases in these places do not."""
+        return sum(len(ids) for i, ids in enumerate(self.page_ids) if i not in errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,11 @@ class DirectHandoff:
         places = [i for i in range(len(writing.leases)) if i not in writing.refused]
         late = self.pool.check([writing.leases[i] for i in places])
         errors = {places[i]: error for i, error in late.items()}
-        num_pages = sum(len(ids) for i, ids in enumerate(writing.page_ids) if i not in errors)
         arrived: Future[Arrival] = Future()
         arrived.set_result(
             Arrival(
                 errors=errors,
-                num_bytes=num_pages * self.pool.page_bytes,
+                num_bytes=writing.num_arrived(errors) * self.pool.page_bytes,
                 seconds=time.perf_counter() - started,
             )
         )

@@ -85,10 +85,9 @@ class SendHandoff:
             errors.update(dict.fromkeys(range(len(writing.leases)), error))
         finally:
             self._staging.give_back(pages)
-        num_pages = sum(len(ids) for i, ids in enumerate(writing.page_ids) if i not in errors)
         return Arrival(
             errors=errors,
-            num_bytes=num_pages * self.pool.page_bytes,
+            num_bytes=writing.num_arrived(errors) * self.pool.page_bytes,
             seconds=time.perf_counter() - started,
         )
 
