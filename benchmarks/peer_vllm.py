@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,30 @@ def measure(engine: Any, num_prompts: int, length: int, vocab_size: int, repeats
     return statistics.median(times[3:]) * 1e3, statistics.median(cpu_times[3:]) * 1e3
 
 
-def main() -> None:
-    """Measure and write ``{model: {size: ms}}``."""
+def make_parser(
+    description: str | None, *, models: Sequence[str], sizes: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Return a parser of what every measurement of vLLM is told."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=["qwen3-8b", "qwen3-0.6b"])
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=models)
     parser.add_argument("--folder", type=Path, help="a model on disk instead of --models")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument(
-        "--sizes", nargs="+", default=["8x16", "8x32", "8x64", "8x128", "8x256", "8x512", "8x1024"]
-    )
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--sizes", nargs="+", default=sizes)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser
+
+
+def measure_all(
+    args: argparse.Namespace, measure_size: Callable[[Any, int, int, int], tuple[float, str]]
+) -> None:
+    """Measure all sizes of all models, and write ``{model: {size: ms}}``.
+
+    `measure_size` takes an engine, the two numbers of a size and the size of the vocabulary; it returns milliseconds
+    and what else is to be said of them.
+    """
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as work:
         for name in [args.folder.name] if args.folder else args.models:
@@ -86,10 +96,27 @@ def main() -> None:
             engine = make_engine(folder, args)
             figures[name] = {}
             for size in args.sizes:
-                num_prompts, length = map(int, size.split("x"))
-                figures[name][size], cpu_ms = measure(engine, num_prompts, length, vocab_size, args.repeats)
-                print(f"{name} {size}: {figures[name][size]:.2f} ms ({cpu_ms:.2f} of the CPU)", flush=True)
+                count, length = map(int, size.split("x"))
+                figures[name][size], remark = measure_size(engine, count, length, vocab_size)
+                print(f"{name} {size}: {figures[name][size]:.2f} ms{remark}", flush=True)
             args.out.write_text(json.dumps(figures, indent=1))
+
+
+def main() -> None:
+    """Measure prefill."""
+    parser = make_parser(
+        __doc__,
+        models=["qwen3-8b", "qwen3-0.6b"],
+        sizes=["8x16", "8x32", "8x64", "8x128", "8x256", "8x512", "8x1024"],
+    )
+    parser.add_argument("--repeats", type=int, default=50)
+    args = parser.parse_args()
+
+    def measure_size(engine: Any, num_prompts: int, length: int, vocab_size: int) -> tuple[float, str]:
+        ms, cpu_ms = measure(engine, num_prompts, length, vocab_size, args.repeats)
+        return ms, f" ({cpu_ms:.2f} of the CPU)"
+
+    measure_all(args, measure_size)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ everything else as it comes. ``64x1024`` is 64 requests with contexts of 1,024 t
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from peer_vllm import make_engine
-from shapes import NAMES, write_shape
+from peer_vllm import make_parser, measure_all
 
 WARM_UP = 8
 
@@ -54,30 +49,15 @@ def measure(engine: Any, count: int, context: int, steps: int, vocab_size: int) 
 
 
 def main() -> None:
-    """Measure and write ``{model: {size: ms}}``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=["qwen3-8b"])
-    parser.add_argument("--folder", type=Path, help="a model on disk instead of --models")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--sizes", nargs="+", default=["64x1024", "8x1024", "1x1024"])
+    """Measure decode steps."""
+    parser = make_parser(__doc__, models=["qwen3-8b"], sizes=["64x1024", "8x1024", "1x1024"])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    figures: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as work:
-        for name in [args.folder.name] if args.folder else args.models:
-            folder = args.folder or write_shape(name, Path(work))
-            vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-            engine = make_engine(folder, args)
-            figures[name] = {}
-            for size in args.sizes:
-                count, context = map(int, size.split("x"))
-                figures[name][size] = measure(engine, count, context, args.steps, vocab_size)
-                print(f"{name} {size}: {figures[name][size]:.2f} ms", flush=True)
-            args.out.write_text(json.dumps(figures, indent=1))
+
+    def measure_size(engine: Any, count: int, context: int, vocab_size: int) -> tuple[float, str]:
+        return measure(engine, count, context, args.steps, vocab_size), ""
+
+    measure_all(args, measure_size)
 
 
 if __name__ == "__main__":
