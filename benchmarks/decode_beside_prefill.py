@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from decode_step import PAGE_SIZE, WARM_UP, num_pages, profile, start_sequences, time_steps
+from decode_step import WARM_UP, num_pages, profile, start_sequences, time_steps
 from shapes import NAMES, write_shape
 
 from graphs.buckets import BucketLadder
@@ -31,6 +31,7 @@ from worker.kv_pool import KVPool
 from worker.model import ModelSource, load_model
 from worker.pacing import Pacer
 from worker.prefill import PrefillEngine
+from worker.startup import CUDA_PAGE_SIZE
 
 SHARES = (0.0, 0.5, 0.75, 0.9)
 
@@ -88,7 +89,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="say what the GPU spends a lone step on")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
-    page_size = PAGE_SIZE["cuda"]
+    page_size = CUDA_PAGE_SIZE
     with tempfile.TemporaryDirectory() as work:
         folder = write_shape(args.model, Path(work), num_layers=args.layers)
         source = ModelSource(

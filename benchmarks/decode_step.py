@@ -32,6 +32,7 @@ from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation
 from graphs.runner import GraphRunner
 from scheduler.messages import DecodeStart, Lease, Request, SamplingParams
+from worker import startup
 from worker.decode import DecodeEngine
 from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model, load_reference
@@ -39,7 +40,6 @@ from worker.model import Model, ModelSource, load_model, load_reference
 WARM_UP = 8
 CHECK_SLOTS = 8
 CHECK_TOKENS = 40
-PAGE_SIZE = {"cuda": 64, "cpu": 32}
 
 
 def num_pages(size: str, steps: int, page_size: int) -> int:
@@ -197,7 +197,7 @@ def measure(
         max_model_len=args.max_model_len,
     )
     model = load_model(source)
-    page_size = PAGE_SIZE[device.type]
+    page_size = startup.page_size(model)
     pages = max(num_pages(size, args.steps, page_size) for size in args.sizes)
     pool = KVPool.on_device(model.kv_spec, num_pages=pages, page_size=page_size, device=device)
     failures = [] if args.no_check else check_logits(model, pool, source)
