@@ -30,6 +30,10 @@ def flush_denormals() -> None:
     torch.set_flush_denormal(True)
 
 
+_WIDE_ROWS = 64
+"""Of prompts, rows of up to so many scores get a float32 softmax: torch's for bfloat16 is slow where rows are short."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Prompts:
     """Sequences of a prefill pass that attend together, padded to one length."""
@@ -130,7 +134,13 @@ class HostPass:
             mask = self._mask(num_before + start, end - start, first_key, window, query.shape[3], query.dtype)
             block = query[:, start:end].transpose(1, 2)
             attended = _attend(
-                block.reshape(len(keys), -1, head_dim), keys[:, seen], values[:, seen], mask, scaling, softcap
+                block.reshape(len(keys), -1, head_dim),
+                keys[:, seen],
+                values[:, seen],
+                mask,
+                scaling,
+                softcap,
+                wide=mask.shape[1] <= _WIDE_ROWS,
             )
             out[:, start:end] = attended.view(block.shape).transpose(1, 2)
 
@@ -225,8 +235,10 @@ class HostStep:
                 self._mask(number, num_kv_heads, window, query.dtype),
                 scaling,
                 softcap,
-            )
-            out[group.rows] = attended.view(-1, num_heads, head_dim)
+            ).view(-1, num_heads, head_dim)
+            if len(attended) == num_slots:
+                return attended
+            out[group.rows] = attended
         return out
 
     def _heads(self, number: int, num_kv_heads: int) -> torch.Tensor:
@@ -300,14 +312,18 @@ def _attend(
     mask: torch.Tensor,
     scaling: float,
     softcap: float | None,
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
     """Attention of ``[B, M, head_dim]`` to ``[B, N, head_dim]``; `mask` is added to the scores ``[B, M, N]``.
 
-    With a softcap, scores are bent to ``softcap * tanh(score / softcap)`` first.
+    With a softcap, scores are bent to ``softcap * tanh(score / softcap)`` first. Softmax is computed in float32 in any
+    case; `wide` says that a tensor of that type is made for it.
     """
     if softcap is None:
         scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scaling)
     else:
         scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling / softcap).tanh_()
         scores = scores.mul_(softcap).add_(mask)
-    return torch.bmm(scores.softmax(dim=-1), values)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) if wide else scores.softmax(dim=-1)
+    return torch.bmm(weights, values)
