@@ -181,6 +181,12 @@ class ServeConfig(BaseModel):
         le=86_400,
         description="longest wait for running requests when the service stops; a second signal ends it",
     )
+    watchdog_timeout_s: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="a worker that finishes nothing for so long while it has work is started again",
+    )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")

@@ -2,6 +2,7 @@
 
 ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
 ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
+ApiServer  ──resume(Requests)► Scheduler
                                Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
                                Scheduler ──PageGrant─────► DecodeWorker
                                Scheduler ◄─StepReport───── DecodeWorker
@@ -173,6 +174,16 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """The scheduler's answer to a heartbeat. When it differs from the last one, tokens may have been lost."""
+
+    life: int
+    """Another one for each process of the Scheduler."""
+    num_deaths: int
+    """Workers that died in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right of one request to a set of KV pages of one decode worker, until the scheduler ends it.
 
@@ -334,7 +345,9 @@ class StepReport:
     num_stalled: int = 0
     """Sequences that sat the step out, for want of a page."""
     number: int = 1
-    """Counts the worker's reports from 1: calls of an actor may overtake each other."""
+    """Counts the reports of a run from 1: calls of an actor may overtake each other."""
+    run_id: int = 0
+    """Given to the worker by the scheduler that had it run: reports of an earlier run come to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,7 +410,7 @@ class PoolHandle:
     address: str
     """Where the pool's shared host memory is: ``/proc/PID/fd/N``. With ``cuda_ipc`` only the epochs lie there."""
     incarnation: int
-    """Changes each time the worker starts; a lease of another incarnation is void."""
+    """Changes each time the worker's process starts: its pool is another one then."""
     num_pages: int
     """Pages that can be leased, and the scratch page 0 besides."""
     page_size: int

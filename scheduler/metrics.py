@@ -98,6 +98,12 @@ class SchedulerMetrics:
         self._requeues = Counter(
             "purefill_requeues", "Requests that were put back into the queue.", ["reason"], registry=registry
         )
+        self._restarts = Counter(
+            "purefill_worker_restarts",
+            "Workers that died and were started again.",
+            ["worker"],
+            registry=registry,
+        )
         self._refused = Counter(
             "purefill_leases_refused",
             "Writes, reads and reports that came under a lease that had ended.",
@@ -182,6 +188,10 @@ class SchedulerMetrics:
         """Count a request that waits again."""
         self._requeues.labels(reason).inc()
         self._preemptions.inc(reason == "preempted")
+
+    def worker_died(self, worker: str) -> None:
+        """Count a worker that is started again."""
+        self._restarts.labels(worker).inc()
 
     def refused(self, what: str) -> None:
         """Count what came under a lease that had ended."""

@@ -183,8 +183,10 @@ def _start_actors(
                 max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
             ),
             worker_template=template,
+            watchdog_timeout_s=config.watchdog_timeout_s,
             log_level=config.log_level,
         ),
+        max_restarts=-1,
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
@@ -221,8 +223,8 @@ def _num_free_gpus() -> int:
     return int(resources.get("GPU", 0))
 
 
-def _create(actor_class: type, name: str, actors: list[Any], config: Any) -> Any:
-    actor = create_actor(actor_class, name, config)
+def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
+    actor = create_actor(actor_class, name, config, **options)
     actors.append(actor)
     return actor
 

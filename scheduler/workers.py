@@ -38,7 +38,12 @@ def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **optio
         # Threads that wait for pages to arrive, beside the one that computes.
         options["groups"] = {"handoff": 8}
     return create_actor(
-        entry_point.load(), name, replace(template.config, name=name), num_gpus=template.num_gpus, **options
+        entry_point.load(),
+        name,
+        replace(template.config, name=name),
+        num_gpus=template.num_gpus,
+        max_restarts=-1,
+        **options,
     )
 
 

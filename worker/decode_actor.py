@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
     from worker.events import EventSender
     from worker.handoff.receiver import Receiver
+    from worker.kv_pool import KVPool
 
 
 class DecodeWorker:
@@ -40,13 +42,32 @@ class DecodeWorker:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._engine: DecodeEngine
         self._sender: EventSender
+        self._pool: KVPool
         self._receiver: Receiver
+        self._info: DecodeWorkerInfo | None = None
+        self._stepping = threading.Lock()
 
     def __repr__(self) -> str:
         return f"DecodeWorker({self._config.name}, {self._config.model_name})"
 
-    def load(self) -> DecodeWorkerInfo:
-        """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason."""
+    def load(self, fence_epoch: int = 0) -> DecodeWorkerInfo:
+        """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason.
+
+        A worker that is loaded drops what it does for a scheduler that is gone. Leases older than `fence_epoch` are
+        refused from then on.
+        """
+        if self._info is None:
+            self._info = self._load()
+            return self._info
+        self._commands.put(None)
+        with self._stepping:
+            while not self._commands.empty():
+                self._commands.get()
+            self._engine.reset()
+            self._pool.fence(fence_epoch)
+        return self._info
+
+    def _load(self) -> DecodeWorkerInfo:
         from worker import startup
         from worker.decode import DecodeEngine
         from worker.events import EventSender
@@ -61,6 +82,7 @@ class DecodeWorker:
             page_size=startup.page_size(model),
             device=model.device,
         )
+        self._pool = pool
         self._sender = EventSender(config.name)
         handle = replace(handle, node_id=ray.get_runtime_context().get_node_id())
         if config.takes_remote_pages != "no":
@@ -104,14 +126,23 @@ class DecodeWorker:
         """Make `run` return after its step."""
         self._commands.put(None)
 
-    def run(self) -> None:
-        """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure."""
+    def run(self, run_id: int = 0) -> None:
+        """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure.
+
+        Reports carry `run_id`. An error ends the process: what it holds cannot be trusted.
+        """
+        from worker.failures import end_process
+
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         numbers = count(1)
-        while self._obey():
-            outcome = self._engine.step()
-            self._sender.send(outcome.events)
-            scheduler.step_done.remote(self._report(outcome, next(numbers)))
+        with self._stepping:
+            try:
+                while self._obey():
+                    outcome = self._engine.step()
+                    self._sender.send(outcome.events)
+                    scheduler.step_done.remote(self._report(outcome, run_id, next(numbers)))
+            except Exception as error:
+                end_process(self._config.name, error)
 
     def _obey(self) -> bool:
         """Carry out the commands that wait, or wait for one if there is nothing to step. False means stop."""
@@ -124,7 +155,7 @@ class DecodeWorker:
                 return False
             command()
 
-    def _report(self, outcome: StepOutcome, number: int) -> StepReport:
+    def _report(self, outcome: StepOutcome, run_id: int, number: int) -> StepReport:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
@@ -136,4 +167,5 @@ class DecodeWorker:
             released=tuple(outcome.released),
             num_stalled=outcome.num_stalled,
             number=number,
+            run_id=run_id,
         )

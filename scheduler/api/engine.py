@@ -59,11 +59,12 @@ class Engine(Protocol):
 class _Sequence:
     """What came of one request: puts its events in order."""
 
-    __slots__ = ("early", "next_index", "position")
+    __slots__ = ("early", "next_index", "position", "token_ids")
 
     def __init__(self, position: int) -> None:
         self.position = position
         self.next_index = 0
+        self.token_ids: list[int] = []
         self.early: dict[int, TokenEvent] = {}
 
 
@@ -94,11 +95,17 @@ class TokenStream:
         while not complete and (following := sequence.early.pop(sequence.next_index, None)):
             self._ready.append((sequence.position, following))
             sequence.next_index += 1
+            if following.token_id is not None:
+                sequence.token_ids.append(following.token_id)
             complete = following.finish_reason is not None
         if complete:
             del self._open[event.request_id]
         self._wake()
         return complete
+
+    def token_ids(self, request_id: str) -> tuple[int, ...]:
+        """Return the tokens of a request that is not complete, as far as they came without a gap."""
+        return tuple(self._open[request_id].token_ids)
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, unless all of its requests are complete."""
@@ -159,6 +166,13 @@ class TokenRouter:
             if stream is not None and stream.put(event):
                 del self._streams[event.request_id]
         self._note_if_empty()
+
+    def unfinished(self) -> dict[str, tuple[int, ...]]:
+        """Return the tokens so far of each request that is not complete."""
+        return {request_id: stream.token_ids(request_id) for request_id, stream in self._streams.items()}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
 
     def close(self, request_ids: Iterable[str]) -> list[str]:
         """Forget these requests, whose readers are gone. Returns those that were not complete."""

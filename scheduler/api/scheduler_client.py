@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
@@ -22,12 +22,15 @@ from scheduler.messages import (
     ModelInfo,
     Rejection,
     Request,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvents,
 )
 
 _HEARTBEAT_S = 1.0
+_PAUSE_S = 0.1
+"""Between attempts to reach a scheduler that starts again."""
 _ANSWER_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,8 @@ class SchedulerClient:
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
+        self._accepted: dict[str, Request] = {}
+        self._seen: SchedulerState | None = None
         self._is_draining = False
 
     @property
@@ -156,19 +161,46 @@ class SchedulerClient:
         self._router.deliver(events)
 
     async def watch(self) -> None:
-        """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
+        """Keep in touch with the scheduler. Never returns.
+
+        Once it starts again, or a worker has died, it is told what is served here and with which tokens so far. Once
+        it is down for good, what waits for it fails.
+        """
         while True:
+            pause_s = _HEARTBEAT_S
             try:
                 num_overloaded, self._num_overloaded = self._num_overloaded, 0
                 heartbeat = Heartbeat(num_overloaded=num_overloaded)
-                await self._scheduler.heartbeat.remote(heartbeat)
+                state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
+                if state != self._seen:
+                    self._seen = state
+                    await self._resume()
+            except ActorUnavailableError:
+                self._seen, pause_s = None, _PAUSE_S
             except RayActorError:
                 if not self._down:
                     logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
-            await asyncio.sleep(_HEARTBEAT_S)
+            self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
+            await asyncio.sleep(pause_s)
+
+    async def _resume(self) -> None:
+        """Tell the scheduler what is served here, with the tokens that have come."""
+        requests = tuple(
+            replace(self._accepted[request_id], output_token_ids=token_ids)
+            for request_id, token_ids in self._router.unfinished().items()
+            if request_id in self._accepted
+        )
+        if not requests:
+            return
+        logger.info("asking the scheduler for the rest of %d requests", len(requests))
+        await self._scheduler.resume.remote(requests)
+        # Only now is it certain that a cancel comes after.
+        over = tuple(request.request_id for request in requests if request.request_id not in self._router)
+        if over:
+            self._scheduler.cancel.remote(over)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing any more, and wait until all that was accepted is answered, or the time is over."""
@@ -202,6 +234,13 @@ class SchedulerClient:
             reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
+        except ActorUnavailableError:
+            # It starts again, and is told of them as of what it had accepted.
+            self._seen = None
+            for submission in submissions:
+                if not submission.answer.done():
+                    self._is_accepted(submission)
+            return
         except RayError as error:
             failure = _scheduler_down() if isinstance(error, RayActorError) else error
             for submission in submissions:
@@ -211,10 +250,18 @@ class SchedulerClient:
         self._admission.update(reply.queue, time.monotonic())
         for submission, rejection in zip(submissions, reply.rejections, strict=True):
             if not submission.answer.done():
-                submission.answer.set_result(rejection)
+                if rejection is None:
+                    self._is_accepted(submission)
+                else:
+                    submission.answer.set_result(rejection)
             elif rejection is None:
                 # The client went while the scheduler accepted. Only now is it certain that a cancel comes after.
                 self._scheduler.cancel.remote(submission.request_ids)
+
+    def _is_accepted(self, submission: _Submission) -> None:
+        # At once, not when its reader runs next: the scheduler may be asked to resume in between.
+        self._accepted |= {request.request_id: request for request in submission.requests}
+        submission.answer.set_result(None)
 
 
 async def _answer(call: Awaitable[Any]) -> Any:
