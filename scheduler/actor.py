@@ -162,6 +162,8 @@ class Scheduler:
         """Take in what an ApiServer did by itself, and show it that the scheduler lives."""
         self._recover_if_needed()
         self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+        if heartbeat.journal is not None:
+            self._metrics.journal_status(heartbeat.api_server, heartbeat.journal)
         return SchedulerState(life=self._life, num_deaths=self._num_deaths)
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:

@@ -166,11 +166,26 @@ class SubmitReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalStatus:
+    """How an ApiServer gets on with its journal."""
+
+    is_up: bool
+    """Whether the journal could be reached the last time."""
+    lag_s: float
+    """How long the oldest token waits that is to be written; 0 if none does."""
+    num_unjournaled: int
+    """Requests so far that went on without the journal, as it was away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """What an ApiServer tells the scheduler about once a second."""
 
     num_overloaded: int
     """Requests that it turned away since the last heartbeat, because the queue seemed full."""
+    api_server: str = ""
+    """Who says so."""
+    journal: JournalStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

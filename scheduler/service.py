@@ -25,6 +25,7 @@ from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
 from scheduler.gpus import GpuPlan, plan_gpus
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
+from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -292,6 +293,9 @@ def _api_config(
         # Actors may have another working directory.
         tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
         tls_key_file=config.tls_key_file and str(Path(config.tls_key_file).resolve()),
+        journal=JournalConfig(
+            url=config.journal, ttl_s=config.journal_ttl_s, on_failure=config.journal_on_failure
+        ),
         log_level=config.log_level,
     )
 

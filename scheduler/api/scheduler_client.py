@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from scheduler.admission import Admission, Permit
-from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
 from scheduler.api.errors import rejection_error
 from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
 from scheduler.messages import (
     AbortReply,
     Heartbeat,
+    JournalStatus,
     ModelInfo,
     Rejection,
     Request,
@@ -59,13 +60,25 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        name: str,
+        model: ModelInfo,
+        admission: Admission,
+        journal_status: Callable[[], JournalStatus] | None = None,
+    ) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
+
+        What `journal_status` returns goes with each heartbeat.
+        """
         self._scheduler = scheduler
         self._name = name
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
+        self._journal_status = journal_status
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,7 +113,7 @@ class SchedulerClient:
         self._check_draining()
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
-        stream = self._router.open(submission.request_ids)
+        stream = self._router.open(submission.request_ids, first_indexes(requests))
         if not self._submissions:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
@@ -170,7 +183,11 @@ class SchedulerClient:
             pause_s = _HEARTBEAT_S
             try:
                 num_overloaded, self._num_overloaded = self._num_overloaded, 0
-                heartbeat = Heartbeat(num_overloaded=num_overloaded)
+                heartbeat = Heartbeat(
+                    num_overloaded=num_overloaded,
+                    api_server=self._name,
+                    journal=None if self._journal_status is None else self._journal_status(),
+                )
                 state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
                 self._down = False
                 if state != self._seen:
@@ -183,15 +200,18 @@ class SchedulerClient:
                     logger.error("the scheduler is down")
                 self._down = True
                 self._router.fail_all(_scheduler_down())
+            except RayError:
+                logger.exception("the scheduler cannot take in what is served here; it is asked again")
+                self._seen = None
             self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
             await asyncio.sleep(pause_s)
 
     async def _resume(self) -> None:
         """Tell the scheduler what is served here, with the tokens that have come."""
         requests = tuple(
-            replace(self._accepted[request_id], output_token_ids=token_ids)
+            replace(request, output_token_ids=request.output_token_ids + token_ids)
             for request_id, token_ids in self._router.unfinished().items()
-            if request_id in self._accepted
+            if (request := self._accepted.get(request_id)) is not None
         )
         if not requests:
             return
@@ -213,7 +233,8 @@ class SchedulerClient:
             raise UnavailableError("the service is stopping")
 
     def shut_down(self, reason: str) -> None:
-        """Cancel every request, and end its stream with UnavailableError."""
+        """Accept nothing any more, cancel every request, and end its stream with UnavailableError."""
+        self._is_draining = True
         request_ids = self._router.fail_all(UnavailableError(reason))
         if request_ids:
             self._scheduler.cancel.remote(tuple(request_ids))
