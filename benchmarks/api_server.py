@@ -37,6 +37,7 @@ from scheduler.messages import (
     ModelInfo,
     QueueState,
     Request,
+    SchedulerState,
     SubmitReply,
     TokenEvent,
     TokenEvents,
@@ -73,8 +74,9 @@ class StubScheduler:
             self._stepping = asyncio.create_task(self._step_for_ever())
         return SubmitReply(rejections=(None,) * len(groups), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         """Show that the scheduler lives."""
+        return SchedulerState(life=1, num_deaths=0)
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """Forget requests."""

@@ -93,6 +93,7 @@ class Scheduler:
         self._progress = ProgressWatch(_STALL_S)
         self._away: set[str] = set()
         self._num_deaths = 0
+        self._api_lives: dict[str, int] = {}
         self._runs: dict[str, int] = {}
         self._num_runs = 0
         self._watchdog = Watchdog(config.watchdog_timeout_s)
@@ -159,8 +160,17 @@ class Scheduler:
         self._pump()
 
     async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
-        """Take in what an ApiServer did by itself, and show it that the scheduler lives."""
+        """Take in what an ApiServer did by itself, and show it that the scheduler lives.
+
+        With the first of a new process, what the one of that name before it had asked for is ended.
+        """
         self._recover_if_needed()
+        name = heartbeat.api_server
+        if self._api_lives.get(name, heartbeat.life) != heartbeat.life:
+            num_ended = self._core.cancel_all_of(name, time.monotonic())
+            _LOG.warning("%s starts again; %d requests of its former life are ended", name, num_ended)
+            self._pump()
+        self._api_lives[name] = heartbeat.life
         self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
         if heartbeat.journal is not None:
             self._metrics.journal_status(heartbeat.api_server, heartbeat.journal)

@@ -179,6 +179,13 @@ class SchedulerCore:
                 self._book.cancel_decode(entry)
             self._book.end(entry, "cancelled", now)
 
+    def cancel_all_of(self, api_server: str, now: float) -> int:
+        """End all requests of an ApiServer whose process died, and return how many they were."""
+        own = [i for i, entry in self._book.entries.items() if entry.request.api_server == api_server]
+        for request_id in own:
+            self.cancel(request_id, now)
+        return len(own)
+
     def abort(self, completion_id: str, key_digest: str, now: float) -> AbortReply:
         """End all sequences of a completion that were asked for with an API key, and tell their ApiServer."""
         entries = [e for e in self._book.entries.values() if e.request.completion_id == completion_id]

@@ -185,6 +185,8 @@ class Heartbeat:
     """Requests that it turned away since the last heartbeat, because the queue seemed full."""
     api_server: str = ""
     """Who says so."""
+    life: int = 0
+    """Another number in each process that has had this name."""
     journal: JournalStatus | None = None
 
 

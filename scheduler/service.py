@@ -34,6 +34,7 @@ from scheduler.messages import (
     WorkerConfig,
 )
 from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -54,6 +55,8 @@ class RunningService:
     dashboard_url: str | None
     decode: tuple[DecodeWorkerInfo, ...]
     prefill: tuple[PrefillWorkerInfo, ...]
+    scheduler: Any
+    """Its actor."""
     api_servers: tuple[Any, ...]
     """Their actors."""
 
@@ -71,10 +74,15 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     _print_summary(config, folder, service, time.perf_counter() - started)
+                    supervisor = Supervisor(
+                        service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
+                    )
                     try:
                         # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
                         while True:
                             time.sleep(_SIGNAL_CHECK_S)
+                            with signals_held():
+                                supervisor.look(time.monotonic())
                     except StopSignal:
                         _drain(service, config.drain_timeout_s)
                         raise
@@ -191,7 +199,13 @@ def _start_actors(
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
-        _create(ApiServer, f"api-{i}", actors, _api_config(config, folder, decode[0], f"api-{i}"))
+        _create(
+            ApiServer,
+            f"api-{i}",
+            actors,
+            _api_config(config, folder, decode[0], f"api-{i}"),
+            max_restarts=-1,
+        )
         for i in range(config.api_servers)
     ]
     urls = _get([server.start.remote() for server in servers])
@@ -200,6 +214,7 @@ def _start_actors(
         dashboard_url=f"http://{dashboard_url}" if dashboard_url else None,
         decode=decode,
         prefill=prefill,
+        scheduler=scheduler,
         api_servers=tuple(servers),
     )
 

@@ -75,6 +75,7 @@ class SchedulerClient:
         """
         self._scheduler = scheduler
         self._name = name
+        self._life = time.time_ns()
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
@@ -98,8 +99,11 @@ class SchedulerClient:
         return self._model
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
-        """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
-        self._check_draining()
+        """Let requests begin, if the queue had room for them when the scheduler last said.
+
+        Raises OverloadedError, and UnavailableError while nothing is accepted.
+        """
+        self._check_open()
         try:
             return self._admission.admit_text(
                 num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
@@ -110,7 +114,7 @@ class SchedulerClient:
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
-        self._check_draining()
+        self._check_open()
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
         stream = self._router.open(submission.request_ids, first_indexes(requests))
@@ -173,38 +177,62 @@ class SchedulerClient:
         """Hand tokens to the streams of their requests."""
         self._router.deliver(events)
 
+    async def join(self) -> None:
+        """Introduce this process, before it submits anything: what one of the same name had is ended.
+
+        Waits while the scheduler starts again. Raises UnavailableError if it does not.
+        """
+        while True:
+            try:
+                self._seen = await self._beat()
+                return
+            except ActorUnavailableError:
+                await asyncio.sleep(_PAUSE_S)
+            except RayActorError as error:
+                raise _scheduler_down() from error
+
     async def watch(self) -> None:
         """Keep in touch with the scheduler. Never returns.
 
         Once it starts again, or a worker has died, it is told what is served here and with which tokens so far. Once
-        it is down for good, what waits for it fails.
+        it is down for good, what waits for it fails. While it is silent, what waits for it waits on.
         """
         while True:
             pause_s = _HEARTBEAT_S
             try:
-                num_overloaded, self._num_overloaded = self._num_overloaded, 0
-                heartbeat = Heartbeat(
-                    num_overloaded=num_overloaded,
-                    api_server=self._name,
-                    journal=None if self._journal_status is None else self._journal_status(),
-                )
-                state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
+                state = await asyncio.wait_for(self._beat(), _ANSWER_TIMEOUT_S)
                 self._down = False
                 if state != self._seen:
                     self._seen = state
                     await self._resume()
+            except TimeoutError:
+                self._note_down(f"the scheduler did not answer within {_ANSWER_TIMEOUT_S:g} s")
             except ActorUnavailableError:
                 self._seen, pause_s = None, _PAUSE_S
             except RayActorError:
-                if not self._down:
-                    logger.error("the scheduler is down")
-                self._down = True
+                self._note_down("the scheduler is down")
                 self._router.fail_all(_scheduler_down())
             except RayError:
                 logger.exception("the scheduler cannot take in what is served here; it is asked again")
                 self._seen = None
             self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
             await asyncio.sleep(pause_s)
+
+    async def _beat(self) -> SchedulerState:
+        num_overloaded, self._num_overloaded = self._num_overloaded, 0
+        heartbeat = Heartbeat(
+            num_overloaded=num_overloaded,
+            api_server=self._name,
+            life=self._life,
+            journal=None if self._journal_status is None else self._journal_status(),
+        )
+        state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
+        return state
+
+    def _note_down(self, reason: str) -> None:
+        if not self._down:
+            logger.error("%s", reason)
+        self._down = True
 
     async def _resume(self) -> None:
         """Tell the scheduler what is served here, with the tokens that have come."""
@@ -231,6 +259,12 @@ class SchedulerClient:
     def _check_draining(self) -> None:
         if self._is_draining:
             raise UnavailableError("the service is stopping")
+
+    def _check_open(self) -> None:
+        """Raise UnavailableError if nothing new can be accepted: it would wait for nobody knows how long."""
+        self._check_draining()
+        if self._down:
+            raise _scheduler_down()
 
     def shut_down(self, reason: str) -> None:
         """Accept nothing any more, cancel every request, and end its stream with UnavailableError."""

@@ -83,33 +83,50 @@ class ApiServer:
         return f"ApiServer({self._config.name}, {self._url})"
 
     async def start(self) -> str:
-        """Bind the port, serve, and return the URL.
+        """Bind the port, serve, and return the URL; only return it if that was done already.
 
         Raises ConfigError if the port or a TLS file cannot be used, the model's chat template is broken, or the
         journal cannot be reached.
         """
+        if await self.is_serving():
+            return self._url
         config = self._config
         log_with_request_ids(config.log_level)
-        listener = bind_shared(config.host, config.port)
-        scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        self._journaling = await self._join_journal()
-        self._client = SchedulerClient(
-            scheduler,
-            name=config.name,
-            model=config.model,
-            admission=admission,
-            journal_status=self._journaling.status,
-        )
         if config.tls_cert_file is not None:
             _check_tls(config.tls_cert_file, config.tls_key_file)
+        listener = bind_shared(config.host, config.port)
+        try:
+            self._journaling = await self._join_journal()
+            await self._serve(listener, self._journaling)
+        except BaseException:
+            # The next attempt may be in this process.
+            listener.close()
+            if self._journaling is not None:
+                await self._journaling.stop()
+            raise
+        self._url = self._url_at(listener.getsockname()[1])
+        logger.info("%r serves %s", self, config.model.name)
+        return self._url
+
+    async def _serve(self, listener: socket.socket, journaling: Journaling) -> None:
+        """Start everything that runs until `stop`, and return once connections are accepted."""
+        config = self._config
+        self._client = SchedulerClient(
+            ray.get_actor(config.scheduler, namespace=config.namespace),
+            name=config.name,
+            model=config.model,
+            admission=Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens),
+            journal_status=journaling.status,
+        )
+        # Before anything is submitted, be it for a client or to go on with what the journal holds.
+        await self._client.join()
         folder = Path(config.model_folder)
         app = create_app(
             self._client,
             Tokenizer.from_folder(folder),
             config.settings,
             chat_template=ChatTemplate.from_folder(folder),
-            journaling=self._journaling,
+            journaling=journaling,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -132,9 +149,10 @@ class ApiServer:
         if serving.done():
             ready.cancel()
             serving.result()
-        self._url = self._url_at(listener.getsockname()[1])
-        logger.info("%r serves %s", self, config.model.name)
-        return self._url
+
+    async def is_serving(self) -> bool:
+        """Whether `start` was called in this life of the actor, and its server runs."""
+        return bool(self._tasks) and not self._tasks[0].done()
 
     async def _join_journal(self) -> Journaling:
         """Return what writes down requests. Raises ConfigError."""

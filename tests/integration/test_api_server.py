@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from scheduler.api.app import AppSettings
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
+from scheduler.host import reserved_port
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -37,11 +39,13 @@ from scheduler.messages import (
     Rejection,
     Request,
     SamplingParams,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvent,
     TokenEvents,
 )
+from scheduler.supervisor import Supervisor
 
 MODEL = ModelInfo(
     name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -63,6 +67,7 @@ class ScriptedScheduler:
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
         self.num_overloaded = 0
+        self.lives: set[tuple[str, int]] = set()
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
@@ -71,11 +76,16 @@ class ScriptedScheduler:
         answers = [await self._answer(group) for group in groups]
         return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         self.num_overloaded += heartbeat.num_overloaded
+        self.lives.add((heartbeat.api_server, heartbeat.life))
+        return SchedulerState(life=1, num_deaths=0)
 
     async def overloaded(self) -> int:
         return self.num_overloaded
+
+    async def lives_of(self, api_server: str) -> set[int]:
+        return {life for name, life in self.lives if name == api_server}
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -166,7 +176,9 @@ def scheduler() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[Any, str]:
+def start_server(
+    name: str = "api-0", port: int = 0, max_restarts: int = 0, **options: Any
+) -> tuple[Any, str]:
     config = ApiServerConfig(
         name=name,
         host="127.0.0.1",
@@ -178,7 +190,9 @@ def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[An
         max_queued_tokens=4096,
         **options,
     )
-    actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
+    actor: Any = (
+        ray.remote(ApiServer).options(name=name, num_cpus=0, max_restarts=max_restarts).remote(config)
+    )
     url: str = ray.get(actor.start.remote())
     return actor, url
 
@@ -444,6 +458,23 @@ def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
         await client.cancel(["a"])
 
     asyncio.run(run())
+
+
+def test_a_server_that_dies_comes_back_at_its_port(scheduler: Any) -> None:
+    with reserved_port("127.0.0.1", 0) as port:
+        actor, url = start_server(port=port, max_restarts=-1)
+        said: list[str] = []
+        supervisor = Supervisor(scheduler, [actor], hang_s=60.0, say=said.append)
+        try:
+            assert completion(url, 1).status_code == 200
+            ray.kill(actor, no_restart=False)
+            while "api-0 is back" not in said:
+                supervisor.look(time.monotonic())
+            assert httpx.get(f"{url}/ready").status_code == 200
+            assert completion(url, 1).status_code == 200
+            assert len(ray.get(scheduler.lives_of.remote("api-0"))) == 2
+        finally:
+            ray.kill(actor)
 
 
 def test_a_server_that_drains_finishes_what_runs_and_refuses_the_rest(

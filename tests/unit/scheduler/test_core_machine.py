@@ -428,6 +428,18 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.cancel(request_id, self.now)
         self.pump()
 
+    @precondition(lambda self: self.num_made > 9)
+    @rule(luck=st.integers(0, 3))
+    def the_api_server_dies(self, luck: int) -> None:
+        """Nobody waits for what it had asked for. What is asked for after that is the next one's."""
+        if luck:
+            return
+        live = self.live()
+        self.cancelled |= live
+        assert self.core.cancel_all_of("api-0", self.now) == len(live)
+        assert self.core.cancel_all_of("api-1", self.now) == 0
+        self.pump()
+
     @rule(seconds=st.sampled_from([0.001, TIMEOUT_S, 1.0]))
     def time_goes_on(self, seconds: float) -> None:
         self.now += seconds
