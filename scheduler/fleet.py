@@ -90,13 +90,18 @@ class Fleet:
         return prefill_info
 
     async def _attach(self, prefill_worker: str, pool: PoolHandle) -> None:
-        """Let a prefill worker open a pool. If it cannot answer, it ends: when it is back it opens all of them."""
+        """Let a prefill worker open a pool. If it cannot answer, it ends: when it is back it opens all of them.
+
+        Raises `ConfigError` if the pool is none that it can open.
+        """
         try:
             await asyncio.wait_for(_actor(prefill_worker).attach.remote(pool), _ATTACH_TIMEOUT_S)
+        except ConfigError:
+            raise
         except (RayActorError, ValueError):
-            pass  # It is dead: whoever waits for a batch of it says so.
-        except TimeoutError:
-            restart(prefill_worker)
+            pass  # It is dead: whoever waits for `live` says so.
+        except (RayError, TimeoutError):
+            restart(prefill_worker)  # The fault is not the decode worker's.
 
     async def end_worker(self, name: str) -> None:
         """End a worker at which nothing is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -157,3 +158,8 @@ class PrefillWorker:
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a computed batch have arrived at their decode worker, or cannot."""
         return self._engine.handed_off(batch_id)
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never return. The scheduler waits for this call: its end is how it learns that an idle worker died."""
+        threading.Event().wait()

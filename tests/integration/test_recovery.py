@@ -45,7 +45,7 @@ MODEL = ModelInfo(
 )
 NUM_PAGES = 64
 MAX_TOKENS = 60
-WATCHDOG_S = 3.0
+WATCHDOG_S = 2.0
 
 
 def token(request: Request, index: int) -> int:
@@ -224,7 +224,7 @@ class Server:
         return tokens
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def actors() -> Iterator[dict[str, Any]]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -241,7 +241,7 @@ def actors() -> Iterator[dict[str, Any]]:
     )
     decode = create_actor(CountingDecodeWorker, "decode-0", decode, max_restarts=-1, max_concurrency=4)
     prefill = create_actor(
-        CountingPrefillWorker, "prefill-0", prefill, max_restarts=-1, groups={"handoff": 2}
+        CountingPrefillWorker, "prefill-0", prefill, max_restarts=-1, groups={"handoff": 2, "life": 1}
     )
     scheduler = create_actor(
         WatchedScheduler,
@@ -283,22 +283,23 @@ def expected(request: Request) -> list[int]:
 
 def test_deaths_and_hangs_of_any_part_change_no_answer(actors: dict[str, Any]) -> None:
     server = actors["server"]
-    for name, number in (
-        ("prefill", signal.SIGKILL),
-        ("decode", signal.SIGKILL),
-        ("scheduler", signal.SIGKILL),
-        ("decode", signal.SIGSTOP),
+    for i, signals in enumerate(
+        (
+            {"prefill": signal.SIGKILL, "decode": signal.SIGKILL},
+            {"decode": signal.SIGSTOP},
+            {"scheduler": signal.SIGKILL, "decode": signal.SIGSTOP},
+        )
     ):
-        asked = [*requests(f"{name}-{number}-a", 8), *requests(f"{name}-{number}-b", 4, num_logprobs=1)]
+        asked = [*requests(f"{i}-a", 8), *requests(f"{i}-b", 4, num_logprobs=1)]
         answers = [server.complete.remote(request) for request in asked]
         ray.wait(answers, timeout=0.3)  # all are under way, and some further than others
-        os.kill(ray.get(actors[name].pid.remote()), number)
-        late = requests(f"{name}-{number}-c", 4)
+        pids = {name: ray.get(actors[name].pid.remote()) for name in signals}
+        for name, number in signals.items():
+            os.kill(pids[name], number)
+        late = requests(f"{i}-c", 4)
         answers += [server.complete.remote(request) for request in late]
-        got = ray.get(answers, timeout=30)
-        assert got == [expected(request) for request in asked + late]
+        assert ray.get(answers, timeout=60) == [expected(request) for request in asked + late]
     text = ray.get(actors["scheduler"].metrics.remote())
-    assert 'purefill_worker_restarts_total{worker="decode-0"} 1.0' in text
     assert f'purefill_kv_pages{{pool="decode",state="free",worker="decode-0"}} {NUM_PAGES}.0' in text
     assert "purefill_live_requests 0.0" in text
 
