@@ -39,7 +39,7 @@ def options(redis_server: RedisServer) -> tuple[str, ...]:
     return (
         "--dtype=float32",
         "--kv-memory=256MiB",
-        "--max-capture-tokens=64",
+        "--max-capture-tokens=32",
         "--max-num-seqs=32",
         "--api-servers=2",
         f"--journal={redis_server.url}",
