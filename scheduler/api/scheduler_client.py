@@ -32,7 +32,6 @@ from scheduler.messages import (
 _HEARTBEAT_S = 1.0
 _PAUSE_S = 0.1
 """Between attempts to reach a scheduler that starts again."""
-_ANSWER_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +67,12 @@ class SchedulerClient:
         model: ModelInfo,
         admission: Admission,
         journal_status: Callable[[], JournalStatus] | None = None,
+        answer_timeout_s: float = 10.0,
     ) -> None:
         """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
 
-        What `journal_status` returns goes with each heartbeat.
+        What `journal_status` returns goes with each heartbeat. A scheduler that does not answer within
+        `answer_timeout_s` counts as down until it does.
         """
         self._scheduler = scheduler
         self._name = name
@@ -80,6 +81,7 @@ class SchedulerClient:
         self._router = TokenRouter()
         self._admission = admission
         self._journal_status = journal_status
+        self._answer_timeout_s = answer_timeout_s
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,7 +146,7 @@ class SchedulerClient:
 
         Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
         """
-        reply: AbortReply = await _answer(self._scheduler.abort.remote(completion_id, key_digest))
+        reply: AbortReply = await self._answer(self._scheduler.abort.remote(completion_id, key_digest))
         if reply.num_foreign and not reply.num_sequences:
             raise PermissionDeniedError(
                 f"request {completion_id} was sent with another API key", param="completion_id"
@@ -153,18 +155,18 @@ class SchedulerClient:
 
     async def metrics(self) -> str:
         """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
-        text: str = await _answer(self._scheduler.metrics.remote())
+        text: str = await self._answer(self._scheduler.metrics.remote())
         return text
 
     async def load(self) -> ServiceLoad:
         """Return how much the service has to do. Raises UnavailableError."""
-        load: ServiceLoad = await _answer(self._scheduler.load.remote())
+        load: ServiceLoad = await self._answer(self._scheduler.load.remote())
         return load
 
     async def check_ready(self) -> None:
         """Raise UnavailableError if a worker is dead, work does not go on, or the service is about to stop."""
         self._check_draining()
-        reason: str | None = await _answer(self._scheduler.not_ready.remote())
+        reason: str | None = await self._answer(self._scheduler.not_ready.remote())
         if reason is not None:
             raise UnavailableError(reason)
 
@@ -200,13 +202,13 @@ class SchedulerClient:
         while True:
             pause_s = _HEARTBEAT_S
             try:
-                state = await asyncio.wait_for(self._beat(), _ANSWER_TIMEOUT_S)
+                state = await asyncio.wait_for(self._beat(), self._answer_timeout_s)
                 self._down = False
                 if state != self._seen:
                     self._seen = state
                     await self._resume()
             except TimeoutError:
-                self._note_down(f"the scheduler did not answer within {_ANSWER_TIMEOUT_S:g} s")
+                self._note_down(self._silent().message)
             except ActorUnavailableError:
                 self._seen, pause_s = None, _PAUSE_S
             except RayActorError:
@@ -217,6 +219,18 @@ class SchedulerClient:
                 self._seen = None
             self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
             await asyncio.sleep(pause_s)
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """Return the scheduler's answer. Raises UnavailableError if it is down or does not answer."""
+        try:
+            return await asyncio.wait_for(call, self._answer_timeout_s)
+        except RayActorError as error:
+            raise _scheduler_down() from error
+        except TimeoutError:
+            raise self._silent() from None
+
+    def _silent(self) -> UnavailableError:
+        return UnavailableError(f"the scheduler did not answer within {self._answer_timeout_s:g} s")
 
     async def _beat(self) -> SchedulerState:
         num_overloaded, self._num_overloaded = self._num_overloaded, 0
@@ -317,16 +331,6 @@ class SchedulerClient:
         # At once, not when its reader runs next: the scheduler may be asked to resume in between.
         self._accepted |= {request.request_id: request for request in submission.requests}
         submission.answer.set_result(None)
-
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    """Return the scheduler's answer. Raises UnavailableError if it is down or does not answer."""
-    try:
-        return await asyncio.wait_for(call, _ANSWER_TIMEOUT_S)
-    except RayActorError as error:
-        raise _scheduler_down() from error
-    except TimeoutError:
-        raise UnavailableError(f"the scheduler did not answer within {_ANSWER_TIMEOUT_S:g} s") from None
 
 
 def _scheduler_down() -> UnavailableError:

@@ -70,6 +70,8 @@ class ScriptedScheduler:
         self.released = asyncio.Event()
         self.num_overloaded = 0
         self.lives: set[tuple[str, int]] = set()
+        self.speaks = asyncio.Event()
+        self.speaks.set()
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
@@ -81,10 +83,17 @@ class ScriptedScheduler:
     async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         self.num_overloaded += heartbeat.num_overloaded
         self.lives.add((heartbeat.api_server, heartbeat.life))
+        await self.speaks.wait()
         return SchedulerState(life=1, num_deaths=0)
 
     async def overloaded(self) -> int:
         return self.num_overloaded
+
+    async def be_silent(self) -> None:
+        self.speaks.clear()
+
+    async def speak(self) -> None:
+        self.speaks.set()
 
     async def lives_of(self, api_server: str) -> set[int]:
         return {life for name, life in self.lives if name == api_server}
@@ -398,9 +407,9 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
-def client_of(scheduler: Any) -> SchedulerClient:
+def client_of(scheduler: Any, **options: Any) -> SchedulerClient:
     admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
-    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission)
+    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission, **options)
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
@@ -420,6 +429,37 @@ def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> 
         assert await scheduler.overloaded.remote() == 1
 
     asyncio.run(run())
+
+
+def test_while_the_scheduler_is_silent_nothing_new_is_accepted(scheduler: Any) -> None:
+    """What was accepted waits on, and once the scheduler answers again all is as before."""
+
+    async def run() -> None:
+        client = client_of(scheduler, answer_timeout_s=0.2)
+        stream = await client.submit([request("a", 8)])
+        await scheduler.be_silent.remote()
+        watching = asyncio.create_task(client.watch())
+        while await is_healthy(client):
+            await scheduler.overloaded.remote()
+        with pytest.raises(UnavailableError):
+            await client.submit([request("b", 8)])
+        assert await stream.read(timeout_s=0) == []
+        await scheduler.speak.remote()
+        while not await is_healthy(client):
+            await scheduler.overloaded.remote()
+        await client.submit([request("c", 8)])
+        watching.cancel()
+        assert await scheduler.request_ids.remote() == ["a", "c"]
+
+    asyncio.run(run())
+
+
+async def is_healthy(client: SchedulerClient) -> bool:
+    try:
+        await client.check_health()
+    except UnavailableError:
+        return False
+    return True
 
 
 def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
