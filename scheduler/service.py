@@ -19,6 +19,7 @@ import psutil
 
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.api.app import AppSettings
+from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
@@ -284,8 +285,15 @@ def _api_config(
             model_names=(decode.model.name,),
             api_keys=config.api_key,
             max_body_bytes=config.max_body_size,
+            client_timeout_s=config.client_timeout_s,
+            max_concurrent_requests=config.max_concurrent_requests,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
+        ),
+        connections=ConnectionLimits(
+            max_connections=config.max_connections,
+            max_head_bytes=config.max_header_size,
+            client_timeout_s=config.client_timeout_s,
         ),
         # Actors may have another working directory.
         tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
