@@ -100,14 +100,6 @@ def _drain(service: RunningService, timeout_s: float) -> None:
 @contextmanager
 def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningService]:
     """Start Ray (or join a cluster) and all actors; stop them all on the way out."""
-    # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Prefill and decode compute on the same cores. By default an OpenMP thread that waits for the others spins,
-    # and holds up the one that it waits for: five times slower, measured with both busy on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
