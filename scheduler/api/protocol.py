@@ -11,7 +11,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from scheduler.api.connections import ConnectionLimits, Connections
 from scheduler.api.service_protocol import ErrorInfo, ErrorResponse
@@ -33,6 +33,8 @@ class HttpProtocol(HttpToolsProtocol):
         """What came since the last byte of a body, or the last whole request: of a head, of trailers, of framing."""
         self._waits: dict[str, asyncio.TimerHandle] = {}
         self._problem: str | None = None
+        self._serving: RequestResponseCycle | None = None
+        """The request that is being answered. `cycle` is the last one that came, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first head, or say that there are too many connections."""
@@ -49,6 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
         for timer in self._waits.values():
             timer.cancel()
         self._waits.clear()
+        self._tell_gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -116,6 +119,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     # The answers.
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Serve a request."""
+        self._serving = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         """Wait for the next request, but not for the rest of the one that was answered."""
         super().on_response_complete()
@@ -128,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         """The client does not read what it is sent."""
-        self._wait_for("reading", self._limits.client_timeout_s, self.transport.abort)
+        self._wait_for("reading", self._limits.client_timeout_s, self._abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -151,7 +159,7 @@ class HttpProtocol(HttpToolsProtocol):
     @property
     def _is_idle(self) -> bool:
         """Whether no request is being served."""
-        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+        return self._serving is None or self._serving.response_complete
 
     def _on_slow(self) -> None:
         if self._in_head and self._is_idle:
@@ -164,8 +172,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer with an error and close, unless that would end up in the middle of another answer."""
-        if not self._is_idle and self.cycle.response_started:
-            self.transport.abort()
+        if self._serving is not None and self._serving.response_started and not self._is_idle:
+            self._abort()
             return
         is_theirs = status < HTTPStatus.INTERNAL_SERVER_ERROR
         info = ErrorInfo(
@@ -189,11 +197,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Close the connection once what was written is sent, or after a while."""
+        self._tell_gone()
         self.transport.close()
         self._abort_later()
 
     def _abort_later(self) -> None:
-        self._wait_for("closing", self._limits.linger_s, self.transport.abort)
+        self._wait_for("closing", self._limits.linger_s, self._abort)
+
+    def _abort(self) -> None:
+        self._tell_gone()
+        self.transport.abort()
+
+    def _tell_gone(self) -> None:
+        """Tell the request that is being answered that its client is gone. uvicorn tells the last one that came."""
+        if self._serving is not None and not self._serving.response_complete:
+            self._serving.disconnected = True
+            self._serving.message_event.set()
 
     def _wait_for(self, what: str, seconds: float, then: Any) -> None:
         self._stop_waiting_for(what)

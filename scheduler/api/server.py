@@ -105,6 +105,8 @@ class ApiServer:
                 app,
                 http=_protocol(config.connections),
                 ws="none",
+                # Nothing here believes what a client says of where it comes from.
+                proxy_headers=False,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -39,11 +41,15 @@ class Waiting:
     def __init__(self) -> None:
         self.came = asyncio.Event()
         self.go = asyncio.Event()
+        self.answered = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.came.set()
         await self.go.wait()
-        await PlainTextResponse("served")(scope, receive, send)
+        try:
+            await PlainTextResponse("served")(scope, receive, send)
+        finally:
+            self.answered.set()
 
 
 class Endless:
@@ -219,6 +225,47 @@ def test_a_client_that_reads_nothing_is_left() -> None:
                 await app.gone.wait()
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_a_request_learns_that_its_client_is_gone(num_behind: int) -> None:
+    """Also with others behind it on its connection, and without sending anything."""
+
+    async def run() -> None:
+        began, gone = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            began.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        async with listening(app, USUAL) as address:
+            async with connected(address) as (_, writer):
+                writer.write(GET + GET * num_behind)
+                await began.wait()
+            await gone.wait()
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_an_answer_to_a_connection_that_was_closed_meanwhile_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """uvloop's transports raise on whatever is written to them once they are closed."""
+
+    async def run() -> None:
+        app = Waiting()
+        async with listening(app, USUAL) as address, connected(address) as (reader, writer):
+            writer.write(GET + GET + b"nonsense\r\n\r\n")
+            status, _ = refusal(await reader.read())
+            assert status == b"HTTP/1.1 400 Bad Request"
+            app.go.set()
+            await app.answered.wait()
+
+    with caplog.at_level(logging.ERROR):
+        uvloop.run(asyncio.wait_for(run(), timeout=60))
+    assert caplog.text == ""
 
 
 def test_an_error_does_not_end_up_in_the_middle_of_an_answer() -> None:
