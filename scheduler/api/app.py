@@ -261,14 +261,14 @@ def _add_service_routes(app: FastAPI, engine: Engine) -> None:
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health", response_class=Response, responses=ERRORS)
     async def health() -> Response:
         """Answer 200 while the process serves, 503 once it knows that the scheduler is gone."""
         await engine.check_health()
         return Response()
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", responses=ERRORS)
+    @app.get("/ready", response_class=Response, responses=ERRORS)
     async def ready() -> Response:
         """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason."""
         await engine.check_ready()
