@@ -6,12 +6,16 @@ import os
 
 from scheduler.config import ServeConfig
 
+_SECRETS = ("PUREFILL_API_KEYS", "PUREFILL_JOURNAL")
+
 
 def set_ray_environment(config: ServeConfig) -> None:
     """Set Ray's variables for this service. Must be called before the first import of Ray.
 
     What the user has set stays, except for usage statistics, which have an option.
     """
+    for name in _SECRETS:  # they have been read, and every process of Ray would have them too
+        os.environ.pop(name, None)
     # Nothing is reported to anyone unless the user asks for it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
     if config.ray_address is None:

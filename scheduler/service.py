@@ -19,6 +19,7 @@ import psutil
 
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.api.app import AppSettings
+from scheduler.api.auth import key_digest
 from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
@@ -275,7 +276,8 @@ def _api_config(
         max_queued_tokens=config.max_queued_tokens,
         settings=AppSettings(
             model_names=(decode.model.name,),
-            api_keys=config.api_key,
+            # What goes to actors, Ray keeps: no key is in it.
+            api_keys=tuple(map(key_digest, config.api_key)),
             max_body_bytes=config.max_body_size,
             client_timeout_s=config.client_timeout_s,
             max_concurrent_requests=config.max_concurrent_requests,

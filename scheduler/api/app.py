@@ -61,7 +61,7 @@ class AppSettings:
     model_names: tuple[str, ...]
     """Names by which the model is called."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Who calls anything that computes must send one of them; none: everybody may."""
+    """Digests of keys, as `key_digest` makes them: whoever wants anything computed sends one. None: everybody may."""
     max_body_bytes: int = 16 * 2**20
     client_timeout_s: float = 60.0
     """Longest that a client may take to send a body."""
@@ -69,8 +69,6 @@ class AppSettings:
     """Requests with a body that are served at once."""
     request_timeout_s: float | None = None
     """Longest that a completion may take; None: any time."""
-    submit_timeout_s: float = 60.0
-    """Longest that the scheduler may take to accept a request."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call; ``*``: of all."""
     keep_alive_s: float = 15.0
@@ -108,7 +106,6 @@ def create_app(
         settings.model_names,
         timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
-        submit_timeout_s=settings.submit_timeout_s,
     )
     parts = _Parts(
         engine=engine,

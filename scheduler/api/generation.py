@@ -17,15 +17,9 @@ from scheduler.api.logprobs import TokenNames
 from scheduler.api.output import ChoiceOutput, Delta, OutputRules, Prompt, join
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.render import ChatRenderer, CompletionRenderer, Renderer
-from scheduler.api.reported import check_reported
 from scheduler.api.structured import GrammarChecker
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import (
-    InvalidRequestError,
-    ModelNotFoundError,
-    RequestTimeoutError,
-    UnavailableError,
-)
+from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError
 from scheduler.messages import ModelInfo, Request, SamplingParams, TokenEvent
 
 KEEP_ALIVE = ": keep-alive\n\n"
@@ -47,19 +41,14 @@ class GenerationStarter:
         *,
         timeout_s: float | None = None,
         keep_alive_s: float = 15.0,
-        submit_timeout_s: float = 60.0,
     ) -> None:
-        """`timeout_s`: longest that a request may take, and `submit_timeout_s`, until it is accepted.
-
-        `keep_alive_s`: longest that a stream is silent.
-        """
+        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent."""
         self._engine = engine
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
         self._timeout_s = timeout_s
         self._keep_alive_s = keep_alive_s
-        self._submit_timeout_s = submit_timeout_s
         self._grammars = GrammarChecker()
 
     def check_model(self, name: str | None) -> None:
@@ -94,7 +83,7 @@ class GenerationStarter:
             requests = make_requests(
                 body, prompts, self._engine.model, self._engine.name, answer_id, key_digest
             )
-            stream = await self._submit(requests)
+            stream = await self._engine.submit(requests)
         head = {"id": answer_id, "created": int(time.time()), "model": body.model}
         names = TokenNames(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         of_choices = [prompt for prompt in prompts for _ in range(n)]
@@ -130,16 +119,6 @@ class GenerationStarter:
             grammar_param=None if body.grammar is None else body.grammar_param,
         )
 
-    async def _submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Return the stream of the requests' tokens. Raises RequestError, also if the engine does not answer."""
-        try:
-            async with asyncio.timeout(self._submit_timeout_s):
-                return await self._engine.submit(requests)
-        except TimeoutError:
-            raise UnavailableError(
-                f"the scheduler did not accept the request within {self._submit_timeout_s:g} s"
-            ) from None
-
 
 def make_requests(
     body: GenerationRequest,
@@ -174,7 +153,6 @@ def make_requests(
                     completion_id=answer_id,
                 )
             )
-    check_reported(body, requests)
     return requests
 
 

@@ -10,6 +10,7 @@ from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.completion_protocol import CompletionRequest
 from scheduler.api.output import Prompt, token_offsets
 from scheduler.api.params import GenerationParams
+from scheduler.api.reported import check_reported
 from scheduler.api.tokenizer import Detokenizer, NoDetokenizer, Tokenizer
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import ModelInfo
@@ -57,6 +58,7 @@ class PromptEncoder:
             encoded = [await self.encode_chat(body, may_be_cut=body.truncate_prompt_tokens is not None)]
         else:
             encoded = await self._encode_texts(body)
+        check_reported(body, [len(token_ids) for token_ids in encoded], self._model.max_model_len)
         prompts = []
         for i, token_ids in enumerate(encoded):
             where = (

@@ -56,13 +56,25 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        name: str,
+        model: ModelInfo,
+        admission: Admission,
+        submit_timeout_s: float = 60.0,
+    ) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
+
+        `submit_timeout_s`: longest that the scheduler may take to accept a request.
+        """
         self._scheduler = scheduler
         self._name = name
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
+        self._submit_timeout_s = submit_timeout_s
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,11 +112,16 @@ class SchedulerClient:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
         try:
-            rejection = await submission.answer
-        except BaseException:
+            async with asyncio.timeout(self._submit_timeout_s):
+                rejection = await submission.answer
+        except BaseException as error:
             self._router.close(submission.request_ids)
             if submission.accepted:  # given up in the moment between the answer and this line
                 self._scheduler.cancel.remote(submission.request_ids)
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(
+                    f"the scheduler did not accept the request within {self._submit_timeout_s:g} s"
+                ) from None
             raise
         if rejection is not None:
             self._router.close(submission.request_ids)

@@ -374,9 +374,9 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
-def client_of(scheduler: Any) -> SchedulerClient:
+def client_of(scheduler: Any, **options: Any) -> SchedulerClient:
     admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
-    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission)
+    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission, **options)
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
@@ -424,6 +424,20 @@ def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(schedu
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
+        await scheduler.release.remote()
+        assert await scheduler.wait_for_cancelled.remote(2) == ["a", "b"]
+
+    asyncio.run(run())
+
+
+def test_a_submission_that_is_not_answered_in_time_is_refused_and_cancelled_once_it_is(
+    scheduler: Any,
+) -> None:
+    async def run() -> None:
+        client = client_of(scheduler, submit_timeout_s=0.01)
+        with pytest.raises(UnavailableError, match=r"did not accept the request within 0.01 s"):
+            await client.submit([request("a", 7), request("b", 7)])
+        await scheduler.wait_for_submissions.remote(1)
         await scheduler.release.remote()
         assert await scheduler.wait_for_cancelled.remote(2) == ["a", "b"]
 

@@ -10,12 +10,10 @@ import pytest
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import normalizers
 
-from scheduler.api.app import AppSettings, create_app
 from scheduler.api.server import make_room_for_files
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
 from tests.unit.scheduler.api.scripted import (
-    MODEL,
     ScriptedEngine,
     app_over,
     byte_tokenizer,
@@ -103,20 +101,6 @@ def test_a_body_that_does_not_come_in_time(bytes_tokenizer: Tokenizer) -> None:
     answer = send(app, "POST", "/v1/completions", content=parts(), headers=headers)
     assert answer.status_code == 408
     assert answer.json()["error"]["code"] == "body_timeout"
-
-
-def test_a_scheduler_that_does_not_answer(bytes_tokenizer: Tokenizer) -> None:
-    class SilentEngine(ScriptedEngine):
-        async def submit(self, requests: Any) -> Any:
-            await asyncio.Event().wait()
-
-    engine = SilentEngine()
-    settings = AppSettings(model_names=(MODEL.name,), submit_timeout_s=0.01)
-    answer = complete(create_app(engine, bytes_tokenizer, settings))
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "5"
-    assert answer.json()["error"]["message"] == "the scheduler did not accept the request within 0.01 s"
-    assert engine.admission.num_requests == 0
 
 
 def test_long_texts_are_refused_before_they_are_tokenised_whatever_the_tokenizer_does_to_them(
