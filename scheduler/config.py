@@ -168,6 +168,24 @@ class ServeConfig(BaseModel):
         description="key that clients must send; may be repeated (PUREFILL_API_KEYS: comma separated)",
     )
     max_body_size: Size = Field(16 * 2**20, description="largest body of a request, such as 16MiB; else 413")
+    max_header_size: Size = Field(
+        65_536, le=2**20, description="largest request line with its headers, such as 64KiB; else 431"
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=1_000_000, description="open connections of one API server; more get 503"
+    )
+    max_concurrent_requests: int = Field(
+        2048,
+        ge=1,
+        le=1_000_000,
+        description="completions, chats and the like in one API server; more get 429",
+    )
+    client_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="longest that a client may take to send headers, or a body, else 408, or leave an answer unread",
+    )
     request_timeout_s: float | None = Field(
         None, gt=0, le=86_400, description="longest that a request may take; else 504"
     )

@@ -19,6 +19,8 @@ import psutil
 
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.api.app import AppSettings
+from scheduler.api.auth import key_digest
+from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
@@ -108,14 +110,6 @@ def _drain(service: RunningService, timeout_s: float) -> None:
 @contextmanager
 def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningService]:
     """Start Ray (or join a cluster) and all actors; stop them all on the way out."""
-    # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Prefill and decode compute on the same cores. By default an OpenMP thread that waits for the others spins,
-    # and holds up the one that it waits for: five times slower, measured with both busy on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -300,10 +294,18 @@ def _api_config(
         max_queued_tokens=config.max_queued_tokens,
         settings=AppSettings(
             model_names=(decode.model.name,),
-            api_keys=config.api_key,
+            # What goes to actors, Ray keeps: no key is in it.
+            api_keys=tuple(map(key_digest, config.api_key)),
             max_body_bytes=config.max_body_size,
+            client_timeout_s=config.client_timeout_s,
+            max_concurrent_requests=config.max_concurrent_requests,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
+        ),
+        connections=ConnectionLimits(
+            max_connections=config.max_connections,
+            max_head_bytes=config.max_header_size,
+            client_timeout_s=config.client_timeout_s,
         ),
         # Actors may have another working directory.
         tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),

@@ -25,6 +25,7 @@ from scheduler.api.fields import shorten
 from scheduler.api.generation import GenerationStarter
 from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket, make_ticket
 from scheduler.api.journaling import Journaling
+from scheduler.api.open_requests import OpenRequests
 from scheduler.api.openapi import KEYED, OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.request_log import RequestLog
@@ -48,6 +49,9 @@ from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+_OPEN_BODY_BYTES = 256 * 2**20
+_OPEN_BODIES = 4
+"""Room for this many bodies of the largest size, or for so many bytes, if that is more."""
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger(__name__)
@@ -60,8 +64,12 @@ class AppSettings:
     model_names: tuple[str, ...]
     """Names by which the model is called."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Who calls anything that computes must send one of them; none: everybody may."""
+    """Digests of keys, as `key_digest` makes them: whoever wants anything computed sends one. None: everybody may."""
     max_body_bytes: int = 16 * 2**20
+    client_timeout_s: float = 60.0
+    """Longest that a client may take to send a body."""
+    max_concurrent_requests: int = 2048
+    """Requests with a body that are served at once."""
     request_timeout_s: float | None = None
     """Longest that a completion may take; None: any time."""
     cors_origins: tuple[str, ...] = ()
@@ -113,7 +121,7 @@ def create_app(
         tokenizer=tokenizer,
         encoder=encoder,
         starter=starter,
-        bodies=BodyReader(settings.max_body_bytes),
+        bodies=BodyReader(settings.max_body_bytes, settings.client_timeout_s),
         settings=settings,
         journaling=journaling,
     )
@@ -125,7 +133,12 @@ def create_app(
     _add_token_routes(app, parts)
     _add_service_routes(app, engine, journaling)
     _add_docs(app)
-    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), OPEN_PATHS))
+    bounded = OpenRequests(
+        app,
+        max_requests=settings.max_concurrent_requests,
+        max_body_bytes=max(_OPEN_BODY_BYTES, _OPEN_BODIES * settings.max_body_bytes),
+    )
+    asgi: ASGIApp = RequestLog(KeyGuard(bounded, ApiKeys(settings.api_keys), OPEN_PATHS))
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,
@@ -234,7 +247,9 @@ def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
         else:
             body = parse_as(value, TokenizeTextRequest)
             tokenizer = tokenizer_for(body.model)
-            (tokens,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+            (tokens,) = await parts.encoder.encode_texts(
+                [body.prompt], "prompt", add_special_tokens=body.add_special_tokens
+            )
         texts = [tokenizer.token_bytes(i).decode(errors="replace") for i in tokens]
         return TokenizeResponse(
             count=len(tokens),
@@ -248,6 +263,11 @@ def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
         """Return the text of tokens."""
         body = await parts.bodies.parse(request, DetokenizeRequest)
         tokenizer = tokenizer_for(body.model)
+        if len(body.tokens) > (most := parts.engine.model.max_model_len):
+            raise InvalidRequestError(
+                f"tokens must hold at most {most} token ids, the model's context length, got {len(body.tokens)}",
+                param="tokens",
+            )
         check_vocabulary(tuple(body.tokens), parts.engine.model, "tokens", "tokens")
         text = await tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return DetokenizeResponse(prompt=text)
@@ -258,7 +278,7 @@ def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | N
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health", response_class=Response, responses=ERRORS)
     async def health() -> Response:
         """Answer 200 while the process serves, 503 once it knows that the scheduler is gone."""
         await engine.check_health()
@@ -318,7 +338,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        message = f"{error.detail}: {request.method} {shorten(request.url.path)}"
         info = ErrorInfo(message=message, type="invalid_request_error", param=None, code=None)
         return JSONResponse(
             ErrorResponse(error=info).model_dump(), status_code=error.status_code, headers=error.headers

@@ -68,11 +68,13 @@ class SchedulerClient:
         admission: Admission,
         journal_status: Callable[[], JournalStatus] | None = None,
         answer_timeout_s: float = 10.0,
+        submit_timeout_s: float = 60.0,
     ) -> None:
         """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
 
         What `journal_status` returns goes with each heartbeat. A scheduler that does not answer within
-        `answer_timeout_s` counts as down until it does.
+        `answer_timeout_s` counts as down until it does. `submit_timeout_s`: longest that it may take to accept a
+        request.
         """
         self._scheduler = scheduler
         self._name = name
@@ -82,6 +84,7 @@ class SchedulerClient:
         self._admission = admission
         self._journal_status = journal_status
         self._answer_timeout_s = answer_timeout_s
+        self._submit_timeout_s = submit_timeout_s
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,11 +127,16 @@ class SchedulerClient:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
         try:
-            rejection = await submission.answer
-        except BaseException:
+            async with asyncio.timeout(self._submit_timeout_s):
+                rejection = await submission.answer
+        except BaseException as error:
             self._router.close(submission.request_ids)
             if submission.accepted:  # given up in the moment between the answer and this line
                 self._scheduler.cancel.remote(submission.request_ids)
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(
+                    f"the scheduler did not accept the request within {self._submit_timeout_s:g} s"
+                ) from None
             raise
         if rejection is not None:
             self._router.close(submission.request_ids)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import resource
 import socket
 import ssl
 import sys
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 import uvicorn
@@ -17,6 +20,7 @@ import uvicorn
 from scheduler.admission import Admission
 from scheduler.api.app import AppSettings, create_app
 from scheduler.api.chat_template import ChatTemplate
+from scheduler.api.connections import ConnectionLimits, Connections
 from scheduler.api.journaling import Journaling
 from scheduler.api.protocol import HttpProtocol
 from scheduler.api.request_log import RequestIdFilter
@@ -29,6 +33,8 @@ from scheduler.journal.settings import JournalConfig, host_of
 from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEvents
 
 _BACKLOG = 2048
+_OTHER_FILES = 512
+"""Files besides connections: those of Ray, libraries, and connections that are about to be closed."""
 _STOP_TIMEOUT_S = 3
 _JOURNAL_PATIENCE_S = 5.0
 """A Redis that was started with this service may still read its file."""
@@ -55,6 +61,7 @@ class ApiServerConfig:
     max_queued_tokens: int
     """...and in tokens."""
     settings: AppSettings
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls_cert_file: str | None = None
     """With `tls_key_file`: serve HTTPS with this certificate, in PEM form."""
     tls_key_file: str | None = None
@@ -131,7 +138,10 @@ class ApiServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=HttpProtocol,
+                http=_protocol(config.connections),
+                ws="none",
+                # Nothing here believes what a client says of where it comes from.
+                proxy_headers=False,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -200,6 +210,25 @@ class ApiServer:
         await asyncio.gather(serving, watching, return_exceptions=True)
 
 
+def _protocol(limits: ConnectionLimits) -> Any:
+    """Return what makes a protocol for each connection of one server."""
+    make_room_for_files(limits.max_connections)
+    return functools.partial(HttpProtocol, limits=limits, all_connections=Connections(limits.max_connections))
+
+
+def make_room_for_files(max_connections: int) -> None:
+    """Let this process have as many open files as it needs. Raises ConfigError if the system does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"max_connections must be <= {hard - _OTHER_FILES}, as a process may have {hard} open files here, "
+            f"got {max_connections}"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 class _Server(uvicorn.Server):
     """A server that says when it accepts connections."""
 
@@ -223,6 +252,11 @@ def bind_shared(host: str, port: int) -> socket.socket:
         # Connections inherit this; without it those of an ended service would keep the next one off the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Notices a client that is gone without a word, while nothing is sent to it: after about two minutes.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         listener.setblocking(False)
         listener.bind((host, port))
     except OSError as error:

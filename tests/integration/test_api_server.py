@@ -494,6 +494,20 @@ def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(schedu
     asyncio.run(run())
 
 
+def test_a_submission_that_is_not_answered_in_time_is_refused_and_cancelled_once_it_is(
+    scheduler: Any,
+) -> None:
+    async def run() -> None:
+        client = client_of(scheduler, submit_timeout_s=0.01)
+        with pytest.raises(UnavailableError, match=r"did not accept the request within 0.01 s"):
+            await client.submit([request("a", 7), request("b", 7)])
+        await scheduler.wait_for_submissions.remote(1)
+        await scheduler.release.remote()
+        assert await scheduler.wait_for_cancelled.remote(2) == ["a", "b"]
+
+    asyncio.run(run())
+
+
 def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
     async def run() -> None:
         client = client_of(scheduler)

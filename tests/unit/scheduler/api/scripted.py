@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from scheduler.admission import Admission, Permit
 from scheduler.api.app import AppSettings, create_app
+from scheduler.api.auth import key_digest
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
 from scheduler.api.journaling import Journaling
@@ -190,7 +191,8 @@ def app_over(
     **settings: Any,
 ) -> ASGIApp:
     """Return the application, with the model named as in `MODEL` unless the settings say otherwise."""
-    settings = {"model_names": (MODEL.name,), **settings}
+    keys = tuple(map(key_digest, settings.pop("api_keys", ())))
+    settings = {"model_names": (MODEL.name,), "api_keys": keys, **settings}
     return create_app(engine, tokenizer, AppSettings(**settings), chat_template=CHAT, journaling=journaling)
 
 
