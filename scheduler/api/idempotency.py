@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ KEY_HEADER = "Idempotency-Key"
 REPLAYED_HEADER = "Idempotent-Replayed"
 MAX_KEY_CHARS = 255
 
+_BODY = json.JSONEncoder(separators=(",", ":"), sort_keys=True)
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 
@@ -44,8 +45,8 @@ def make_ticket(given: str | None, *, key_digest: str, path: str, value: Any) ->
             f"{KEY_HEADER} must have 1 to {MAX_KEY_CHARS} visible ASCII characters, got {len(given)} characters",
             param=KEY_HEADER,
         )
-    key = uuid.uuid4().hex if given is None else given
-    body = json.dumps(value, separators=(",", ":"), sort_keys=True)
+    key = os.urandom(16).hex() if given is None else given
+    body = _BODY.encode(value)
     return Ticket(
         key=key,
         is_keyed=given is not None,
@@ -58,5 +59,5 @@ def make_ticket(given: str | None, *, key_digest: str, path: str, value: Any) ->
 
 
 def _digest(*parts: str) -> str:
-    """Return a name for these texts, which does not tell them."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+    """Return a name for these texts, which does not tell them. None of them has a NUL."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
