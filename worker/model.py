@@ -213,7 +213,8 @@ def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:
 
 def _read_config(source: ModelSource) -> PreTrainedConfig:
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder)
+        # Said, because transformers would ask at a terminal whether the folder's code may run.
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source.name}: transformers cannot read its config: {error}") from error
     if config.is_encoder_decoder:
@@ -256,7 +257,7 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
             torch.manual_seed(_DUMMY_SEED)
             with torch.device(source.device):  # a GPU makes random numbers much faster
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                    config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
                 )
         else:
             model = AutoModelForCausalLM.from_pretrained(
@@ -265,6 +266,7 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
                 device_map=source.device,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 REQUEST_ID_HEADER = b"x-request-id"
 
 _current: ContextVar[str] = ContextVar("request_id", default="-")
+_MAX_PATH_CHARS = 256
 _VALID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class RequestLog:
             logger.info(
                 "%s %s %d %.3f s %s",
                 scope["method"],
-                quote(scope["path"]),  # it may hold line ends
+                quote(scope["path"][:_MAX_PATH_CHARS]),  # it may hold line ends
                 status,
                 time.perf_counter() - started,
                 scope.get("state", {}).get("answer_id", ""),

@@ -56,6 +56,8 @@ def test_tokenize_and_detokenize(bytes_tokenizer: Tokenizer) -> None:
         ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", [], 400, None),
+        ("/tokenize", {"prompt": "x" * 400}, 400, "prompt"),
+        ("/detokenize", {"tokens": [1] * 65}, 400, "tokens"),
         ("/detokenize", {"tokens": [300]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
