@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from scheduler.actions import RequeueReason
 from scheduler.batching.former import FormedBatch
 from scheduler.core import SchedulerCore
-from scheduler.messages import HandoffResult, PrefillResult, Request, StepReport
+from scheduler.messages import HandoffResult, JournalStatus, PrefillResult, Request, StepReport
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -98,6 +98,12 @@ class SchedulerMetrics:
         self._requeues = Counter(
             "purefill_requeues", "Requests that were put back into the queue.", ["reason"], registry=registry
         )
+        self._restarts = Counter(
+            "purefill_worker_restarts",
+            "Workers that died and were started again.",
+            ["worker"],
+            registry=registry,
+        )
         self._refused = Counter(
             "purefill_leases_refused",
             "Writes, reads and reports that came under a lease that had ended.",
@@ -117,6 +123,22 @@ class SchedulerMetrics:
         self._pages = Gauge("purefill_kv_pages", "KV pages.", ["pool", "worker", "state"], registry=registry)
         self._leases = Gauge("purefill_kv_leases", "Leases on KV pages.", ["worker"], registry=registry)
 
+        self._journal_up = Gauge(
+            "purefill_journal_up", "1: the journal can be reached.", ["api_server"], registry=registry
+        )
+        self._journal_lag = Gauge(
+            "purefill_journal_lag_seconds",
+            "How long the oldest token waits that is to be written into the journal.",
+            ["api_server"],
+            registry=registry,
+        )
+        self._unjournaled = Gauge(
+            "purefill_unjournaled_requests",
+            "Requests that went on without the journal, since the ApiServer started.",
+            ["api_server"],
+            registry=registry,
+        )
+
     def render(self, core: SchedulerCore) -> str:
         """Return all metrics in Prometheus' text format, gauges as of now."""
         self._queue_requests.set(core.num_waiting)
@@ -135,6 +157,12 @@ class SchedulerMetrics:
         """Count requests that were not accepted."""
         if count:
             self._rejections.labels(label).inc(count)
+
+    def journal_status(self, api_server: str, status: JournalStatus) -> None:
+        """Remember how an ApiServer gets on with its journal."""
+        self._journal_up.labels(api_server).set(status.is_up)
+        self._journal_lag.labels(api_server).set(status.lag_s)
+        self._unjournaled.labels(api_server).set(status.num_unjournaled)
 
     def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
         """Count a batch, and log it."""
@@ -182,6 +210,10 @@ class SchedulerMetrics:
         """Count a request that waits again."""
         self._requeues.labels(reason).inc()
         self._preemptions.inc(reason == "preempted")
+
+    def worker_died(self, worker: str) -> None:
+        """Count a worker that is started again."""
+        self._restarts.labels(worker).inc()
 
     def refused(self, what: str) -> None:
         """Count what came under a lease that had ended."""

@@ -27,6 +27,7 @@ from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
 from scheduler.gpus import GpuPlan, plan_gpus
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
+from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -35,6 +36,7 @@ from scheduler.messages import (
     WorkerConfig,
 )
 from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -55,6 +57,8 @@ class RunningService:
     dashboard_url: str | None
     decode: tuple[DecodeWorkerInfo, ...]
     prefill: tuple[PrefillWorkerInfo, ...]
+    scheduler: Any
+    """Its actor."""
     api_servers: tuple[Any, ...]
     """Their actors."""
 
@@ -72,10 +76,15 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     _print_summary(config, folder, service, time.perf_counter() - started)
+                    supervisor = Supervisor(
+                        service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
+                    )
                     try:
                         # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
                         while True:
                             time.sleep(_SIGNAL_CHECK_S)
+                            with signals_held():
+                                supervisor.look(time.monotonic())
                     except StopSignal:
                         _drain(service, config.drain_timeout_s)
                         raise
@@ -160,10 +169,12 @@ def _start_actors(
         # calls of `load` below raise again.
         for actor in prefill_actors:
             actor.load_model.remote()
-    decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
-    pools = tuple(info.pool for info in decode)
-    _say("warming up the prefill buckets")
-    prefill = tuple(_get([actor.load.remote(pools) for actor in prefill_actors]))
+    pools = tuple(_get([actor.make_pool.remote() for actor in decode_actors]))
+    _say("warming up the prefill buckets and decode steps")
+    loading = [actor.load.remote() for actor in decode_actors]
+    loading += [actor.load.remote(pools) for actor in prefill_actors]
+    infos = _get(loading)
+    decode, prefill = tuple(infos[: len(decode_actors)]), tuple(infos[len(decode_actors) :])
     scheduler = _create(
         Scheduler,
         SCHEDULER_NAME,
@@ -177,12 +188,20 @@ def _start_actors(
                 max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
             ),
             worker_template=template,
+            watchdog_timeout_s=config.watchdog_timeout_s,
             log_level=config.log_level,
         ),
+        max_restarts=-1,
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
-        _create(ApiServer, f"api-{i}", actors, _api_config(config, folder, decode[0], f"api-{i}"))
+        _create(
+            ApiServer,
+            f"api-{i}",
+            actors,
+            _api_config(config, folder, decode[0], f"api-{i}"),
+            max_restarts=-1,
+        )
         for i in range(config.api_servers)
     ]
     urls = _get([server.start.remote() for server in servers])
@@ -191,6 +210,7 @@ def _start_actors(
         dashboard_url=f"http://{dashboard_url}" if dashboard_url else None,
         decode=decode,
         prefill=prefill,
+        scheduler=scheduler,
         api_servers=tuple(servers),
     )
 
@@ -215,8 +235,8 @@ def _num_free_gpus() -> int:
     return int(resources.get("GPU", 0))
 
 
-def _create(actor_class: type, name: str, actors: list[Any], config: Any) -> Any:
-    actor = create_actor(actor_class, name, config)
+def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
+    actor = create_actor(actor_class, name, config, **options)
     actors.append(actor)
     return actor
 
@@ -292,6 +312,9 @@ def _api_config(
         # Actors may have another working directory.
         tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
         tls_key_file=config.tls_key_file and str(Path(config.tls_key_file).resolve()),
+        journal=JournalConfig(
+            url=config.journal, ttl_s=config.journal_ttl_s, on_failure=config.journal_on_failure
+        ),
         log_level=config.log_level,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ class PrefillWorker:
         self._load_seconds = 0.0
         self._engine: PrefillEngine
         self._sender: EventSender
+        self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
 
     def __repr__(self) -> str:
@@ -53,15 +55,40 @@ class PrefillWorker:
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
         """Load the model, unless `load_model` has, open the decode workers' pools and warm up.
 
-        Raises `ConfigError` with the reason.
+        Raises `ConfigError` with the reason. A worker that is loaded only opens the pools that it does not have open.
         """
+        if self._info is None:
+            self._info = self._load()
+        started = time.perf_counter()
+        bucket_seconds = dict(self._info.bucket_seconds)
+        for pool in pools:
+            if self._engine.has_open(pool):
+                continue
+            reports = self._engine.attach(pool)
+            if self._engine.model.device.type == "cuda":
+                from worker import startup
+
+                startup.log_buckets(self._config.name, reports)
+            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
+        self._info = replace(
+            self._info,
+            buckets=tuple(bucket_seconds),
+            graph_bytes=self._engine.buffer_bytes,
+            uses_cuda_graphs=self._engine.uses_graphs,
+            bucket_seconds=bucket_seconds,
+            warmup_seconds=self._info.warmup_seconds + time.perf_counter() - started,
+            transports=self._engine.transports,
+        )
+        return self._info
+
+    def _load(self) -> PrefillWorkerInfo:
         from worker import startup
         from worker.events import EventSender
         from worker.prefill import PrefillEngine
 
         if self._model is None:
             self.load_model()
-        config, model, loaded = self._config, self._model, time.perf_counter()
+        config, model = self._config, self._model
         assert model is not None
         ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
@@ -73,23 +100,16 @@ class PrefillWorker:
             node_id=ray.get_runtime_context().get_node_id(),
             handoff_transport=config.handoff_transport,
         )
-        bucket_seconds: dict[str, float] = {}
-        for pool in pools:
-            reports = self._engine.attach(pool)
-            if model.device.type == "cuda":
-                startup.log_buckets(config.name, reports)
-            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
-            buckets=tuple(bucket_seconds),
-            graph_bytes=self._engine.buffer_bytes,
-            uses_cuda_graphs=self._engine.uses_graphs,
-            bucket_seconds=bucket_seconds,
+            buckets=(),
+            graph_bytes=0,
+            uses_cuda_graphs=False,
+            bucket_seconds={},
             device=model.device.type,
             load_seconds=self._load_seconds,
-            warmup_seconds=time.perf_counter() - loaded,
-            transports=self._engine.transports,
+            warmup_seconds=0.0,
         )
 
     def attach(self, pool: PoolHandle) -> str:
@@ -104,7 +124,12 @@ class PrefillWorker:
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
         time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
-        result = self._engine.run(batch)
+        try:
+            result = self._engine.run(batch)
+        except Exception as error:
+            from worker.failures import end_process
+
+            end_process(self._config.name, error)
         self._pacer.computed(result.seconds, time.monotonic())
         self._sender.send(
             (
@@ -133,3 +158,8 @@ class PrefillWorker:
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a computed batch have arrived at their decode worker, or cannot."""
         return self._engine.handed_off(batch_id)
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never return. The scheduler waits for this call: its end is how it learns that an idle worker died."""
+        threading.Event().wait()

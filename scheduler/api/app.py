@@ -23,8 +23,10 @@ from scheduler.api.engine import Engine
 from scheduler.api.errors import INTERNAL_ERROR, error_response
 from scheduler.api.fields import shorten
 from scheduler.api.generation import GenerationStarter
+from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket, make_ticket
+from scheduler.api.journaling import Journaling
 from scheduler.api.open_requests import OpenRequests
-from scheduler.api.openapi import OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
+from scheduler.api.openapi import KEYED, OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.request_log import RequestLog
 from scheduler.api.service_protocol import (
@@ -36,6 +38,7 @@ from scheduler.api.service_protocol import (
     LoadResponse,
     ModelCard,
     ModelList,
+    ReadyResponse,
     TokenizeChatRequest,
     TokenizeResponse,
     TokenizeTextRequest,
@@ -85,6 +88,7 @@ class _Parts:
     starter: GenerationStarter
     bodies: BodyReader
     settings: AppSettings
+    journaling: Journaling | None
 
 
 def create_app(
@@ -93,10 +97,12 @@ def create_app(
     settings: AppSettings,
     *,
     chat_template: ChatTemplate | None = None,
+    journaling: Journaling | None = None,
 ) -> ASGIApp:
     """Return the application that serves `engine`.
 
-    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty.
+    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty. Without
+    `journaling`, `Idempotency-Key` means nothing.
     """
     encoder = PromptEncoder(engine.model, tokenizer, chat_template)
     starter = GenerationStarter(
@@ -104,9 +110,12 @@ def create_app(
         encoder,
         tokenizer,
         settings.model_names,
+        journaling=journaling,
         timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
     )
+    if journaling is not None:
+        journaling.resume_with(starter.resume)
     parts = _Parts(
         engine=engine,
         tokenizer=tokenizer,
@@ -114,6 +123,7 @@ def create_app(
         starter=starter,
         bodies=BodyReader(settings.max_body_bytes, settings.client_timeout_s),
         settings=settings,
+        journaling=journaling,
     )
     app = FastAPI(title="purefill", version=version("purefill"), docs_url=None, redoc_url=None)
     _add_error_handlers(app)
@@ -121,7 +131,7 @@ def create_app(
     _add_generation_routes(app, parts)
     _add_model_routes(app, parts)
     _add_token_routes(app, parts)
-    _add_service_routes(app, engine)
+    _add_service_routes(app, engine, journaling)
     _add_docs(app)
     bounded = OpenRequests(
         app,
@@ -135,7 +145,7 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", KEY_HEADER, REPLAYED_HEADER],
         )
     return asgi
 
@@ -143,36 +153,46 @@ def create_app(
 def _add_generation_routes(app: FastAPI, parts: _Parts) -> None:
     """Add the routes that compute tokens, and the one that stops them."""
 
-    async def generate(body: GenerationRequest, request: Request) -> Response:
-        generation = await parts.starter.start(body, request.state.key_digest)
+    def ticket_of(request: Request, value: Any) -> Ticket | None:
+        key = request.headers.get(KEY_HEADER)
+        # Without a journal that outlives this process, only a client's own key is worth anything.
+        if parts.journaling is None or (key is None and not parts.journaling.is_durable):
+            return None
+        return make_ticket(key, key_digest=request.state.key_digest, path=request.url.path, value=value)
+
+    async def generate(model: type[GenerationRequest], request: Request) -> Response:
+        value = await parts.bodies.read(request)
+        body: GenerationRequest = parse_as(value, model)
+        ticket = ticket_of(request, value)
+        generation = await parts.starter.start(body, request.state.key_digest, ticket)
         request.state.answer_id = generation.answer_id
         if body.stream:
-            return EventStream(generation.frames(), generation.close)
+            return EventStream(generation.frames(), generation.close, generation.headers)
         try:
             answer = await until_disconnect(request.receive, generation.answer())
         finally:
             await generation.close()
-        return Response(answer, media_type="application/json")
+        return Response(answer, media_type="application/json", headers=dict(generation.headers))
 
     @app.post(
         "/v1/completions",
         response_model=CompletionResponse,
         responses=ERRORS | stream_of(CompletionResponse),
-        openapi_extra=body_of(CompletionRequest),
+        openapi_extra=body_of(CompletionRequest) | KEYED,
     )
     async def create_completion(request: Request) -> Response:
         """Complete each prompt, as one answer or as a stream of server-sent events."""
-        return await generate(await parts.bodies.parse(request, CompletionRequest), request)
+        return await generate(CompletionRequest, request)
 
     @app.post(
         "/v1/chat/completions",
         response_model=ChatResponse,
         responses=ERRORS | stream_of(ChatChunk),
-        openapi_extra=body_of(ChatRequest),
+        openapi_extra=body_of(ChatRequest) | KEYED,
     )
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation, as one answer or as a stream of server-sent events."""
-        return await generate(await parts.bodies.parse(request, ChatRequest), request)
+        return await generate(ChatRequest, request)
 
     @app.delete("/v1/requests/{completion_id}", responses=ERRORS)
     async def delete_request(completion_id: str, request: Request) -> DeletedRequest:
@@ -253,7 +273,7 @@ def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
         return DetokenizeResponse(prompt=text)
 
 
-def _add_service_routes(app: FastAPI, engine: Engine) -> None:
+def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | None) -> None:
     """Add the routes for those who run the service."""
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
@@ -265,11 +285,16 @@ def _add_service_routes(app: FastAPI, engine: Engine) -> None:
         return Response()
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", response_class=Response, responses=ERRORS)
-    async def ready() -> Response:
-        """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason."""
+    @app.get("/ready", responses=ERRORS)
+    async def ready() -> ReadyResponse:
+        """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason.
+
+        503 too while the journal is away and new requests are refused for that.
+        """
+        if journaling is not None:
+            journaling.check_ready()
         await engine.check_ready()
-        return Response()
+        return ReadyResponse(journal="memory" if journaling is None else journaling.state)
 
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=PlainTextResponse)

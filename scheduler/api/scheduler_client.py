@@ -5,30 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from scheduler.admission import Admission, Permit
-from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
 from scheduler.api.errors import rejection_error
 from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
 from scheduler.messages import (
     AbortReply,
     Heartbeat,
+    JournalStatus,
     ModelInfo,
     Rejection,
     Request,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvents,
 )
 
 _HEARTBEAT_S = 1.0
-_ANSWER_TIMEOUT_S = 10.0
+_PAUSE_S = 0.1
+"""Between attempts to reach a scheduler that starts again."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +66,31 @@ class SchedulerClient:
         name: str,
         model: ModelInfo,
         admission: Admission,
+        journal_status: Callable[[], JournalStatus] | None = None,
+        answer_timeout_s: float = 10.0,
         submit_timeout_s: float = 60.0,
     ) -> None:
         """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
 
-        `submit_timeout_s`: longest that the scheduler may take to accept a request.
+        What `journal_status` returns goes with each heartbeat. A scheduler that does not answer within
+        `answer_timeout_s` counts as down until it does. `submit_timeout_s`: longest that it may take to accept a
+        request.
         """
         self._scheduler = scheduler
         self._name = name
+        self._life = time.time_ns()
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
+        self._journal_status = journal_status
+        self._answer_timeout_s = answer_timeout_s
         self._submit_timeout_s = submit_timeout_s
         self._num_overloaded = 0
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
+        self._accepted: dict[str, Request] = {}
+        self._seen: SchedulerState | None = None
         self._is_draining = False
 
     @property
@@ -92,8 +104,11 @@ class SchedulerClient:
         return self._model
 
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
-        """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
-        self._check_draining()
+        """Let requests begin, if the queue had room for them when the scheduler last said.
+
+        Raises OverloadedError, and UnavailableError while nothing is accepted.
+        """
+        self._check_open()
         try:
             return self._admission.admit_text(
                 num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
@@ -104,10 +119,10 @@ class SchedulerClient:
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
-        self._check_draining()
+        self._check_open()
         submission = _Submission(requests=tuple(requests), answer=asyncio.get_running_loop().create_future())
         # The first token may overtake the scheduler's answer, so the stream is there before the requests leave.
-        stream = self._router.open(submission.request_ids)
+        stream = self._router.open(submission.request_ids, first_indexes(requests))
         if not self._submissions:
             asyncio.get_running_loop().call_soon(self._send_submissions)
         self._submissions.append(submission)
@@ -139,7 +154,7 @@ class SchedulerClient:
 
         Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
         """
-        reply: AbortReply = await _answer(self._scheduler.abort.remote(completion_id, key_digest))
+        reply: AbortReply = await self._answer(self._scheduler.abort.remote(completion_id, key_digest))
         if reply.num_foreign and not reply.num_sequences:
             raise PermissionDeniedError(
                 f"request {completion_id} was sent with another API key", param="completion_id"
@@ -148,18 +163,18 @@ class SchedulerClient:
 
     async def metrics(self) -> str:
         """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
-        text: str = await _answer(self._scheduler.metrics.remote())
+        text: str = await self._answer(self._scheduler.metrics.remote())
         return text
 
     async def load(self) -> ServiceLoad:
         """Return how much the service has to do. Raises UnavailableError."""
-        load: ServiceLoad = await _answer(self._scheduler.load.remote())
+        load: ServiceLoad = await self._answer(self._scheduler.load.remote())
         return load
 
     async def check_ready(self) -> None:
         """Raise UnavailableError if a worker is dead, work does not go on, or the service is about to stop."""
         self._check_draining()
-        reason: str | None = await _answer(self._scheduler.not_ready.remote())
+        reason: str | None = await self._answer(self._scheduler.not_ready.remote())
         if reason is not None:
             raise UnavailableError(reason)
 
@@ -172,20 +187,90 @@ class SchedulerClient:
         """Hand tokens to the streams of their requests."""
         self._router.deliver(events)
 
-    async def watch(self) -> None:
-        """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
+    async def join(self) -> None:
+        """Introduce this process, before it submits anything: what one of the same name had is ended.
+
+        Waits while the scheduler starts again. Raises UnavailableError if it does not.
+        """
         while True:
             try:
-                num_overloaded, self._num_overloaded = self._num_overloaded, 0
-                heartbeat = Heartbeat(num_overloaded=num_overloaded)
-                await self._scheduler.heartbeat.remote(heartbeat)
+                self._seen = await self._beat()
+                return
+            except ActorUnavailableError:
+                await asyncio.sleep(_PAUSE_S)
+            except RayActorError as error:
+                raise _scheduler_down() from error
+
+    async def watch(self) -> None:
+        """Keep in touch with the scheduler. Never returns.
+
+        Once it starts again, or a worker has died, it is told what is served here and with which tokens so far. Once
+        it is down for good, what waits for it fails. While it is silent, what waits for it waits on.
+        """
+        while True:
+            pause_s = _HEARTBEAT_S
+            try:
+                state = await asyncio.wait_for(self._beat(), self._answer_timeout_s)
                 self._down = False
+                if state != self._seen:
+                    self._seen = state
+                    await self._resume()
+            except TimeoutError:
+                self._note_down(self._silent().message)
+            except ActorUnavailableError:
+                self._seen, pause_s = None, _PAUSE_S
             except RayActorError:
-                if not self._down:
-                    logger.error("the scheduler is down")
-                self._down = True
+                self._note_down("the scheduler is down")
                 self._router.fail_all(_scheduler_down())
-            await asyncio.sleep(_HEARTBEAT_S)
+            except RayError:
+                logger.exception("the scheduler cannot take in what is served here; it is asked again")
+                self._seen = None
+            self._accepted = {i: request for i, request in self._accepted.items() if i in self._router}
+            await asyncio.sleep(pause_s)
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """Return the scheduler's answer. Raises UnavailableError if it is down or does not answer."""
+        try:
+            return await asyncio.wait_for(call, self._answer_timeout_s)
+        except RayActorError as error:
+            raise _scheduler_down() from error
+        except TimeoutError:
+            raise self._silent() from None
+
+    def _silent(self) -> UnavailableError:
+        return UnavailableError(f"the scheduler did not answer within {self._answer_timeout_s:g} s")
+
+    async def _beat(self) -> SchedulerState:
+        num_overloaded, self._num_overloaded = self._num_overloaded, 0
+        heartbeat = Heartbeat(
+            num_overloaded=num_overloaded,
+            api_server=self._name,
+            life=self._life,
+            journal=None if self._journal_status is None else self._journal_status(),
+        )
+        state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
+        return state
+
+    def _note_down(self, reason: str) -> None:
+        if not self._down:
+            logger.error("%s", reason)
+        self._down = True
+
+    async def _resume(self) -> None:
+        """Tell the scheduler what is served here, with the tokens that have come."""
+        requests = tuple(
+            replace(request, output_token_ids=request.output_token_ids + token_ids)
+            for request_id, token_ids in self._router.unfinished().items()
+            if (request := self._accepted.get(request_id)) is not None
+        )
+        if not requests:
+            return
+        logger.info("asking the scheduler for the rest of %d requests", len(requests))
+        await self._scheduler.resume.remote(requests)
+        # Only now is it certain that a cancel comes after.
+        over = tuple(request.request_id for request in requests if request.request_id not in self._router)
+        if over:
+            self._scheduler.cancel.remote(over)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing any more, and wait until all that was accepted is answered, or the time is over."""
@@ -197,8 +282,15 @@ class SchedulerClient:
         if self._is_draining:
             raise UnavailableError("the service is stopping")
 
+    def _check_open(self) -> None:
+        """Raise UnavailableError if nothing new can be accepted: it would wait for nobody knows how long."""
+        self._check_draining()
+        if self._down:
+            raise _scheduler_down()
+
     def shut_down(self, reason: str) -> None:
-        """Cancel every request, and end its stream with UnavailableError."""
+        """Accept nothing any more, cancel every request, and end its stream with UnavailableError."""
+        self._is_draining = True
         request_ids = self._router.fail_all(UnavailableError(reason))
         if request_ids:
             self._scheduler.cancel.remote(tuple(request_ids))
@@ -219,6 +311,13 @@ class SchedulerClient:
             reply: SubmitReply = await self._scheduler.submit.remote(
                 tuple(submission.requests for submission in submissions)
             )
+        except ActorUnavailableError:
+            # It starts again, and is told of them as of what it had accepted.
+            self._seen = None
+            for submission in submissions:
+                if not submission.answer.done():
+                    self._is_accepted(submission)
+            return
         except RayError as error:
             failure = _scheduler_down() if isinstance(error, RayActorError) else error
             for submission in submissions:
@@ -228,20 +327,18 @@ class SchedulerClient:
         self._admission.update(reply.queue, time.monotonic())
         for submission, rejection in zip(submissions, reply.rejections, strict=True):
             if not submission.answer.done():
-                submission.answer.set_result(rejection)
+                if rejection is None:
+                    self._is_accepted(submission)
+                else:
+                    submission.answer.set_result(rejection)
             elif rejection is None:
                 # The client went while the scheduler accepted. Only now is it certain that a cancel comes after.
                 self._scheduler.cancel.remote(submission.request_ids)
 
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    """Return the scheduler's answer. Raises UnavailableError if it is down or does not answer."""
-    try:
-        return await asyncio.wait_for(call, _ANSWER_TIMEOUT_S)
-    except RayActorError as error:
-        raise _scheduler_down() from error
-    except TimeoutError:
-        raise UnavailableError(f"the scheduler did not answer within {_ANSWER_TIMEOUT_S:g} s") from None
+    def _is_accepted(self, submission: _Submission) -> None:
+        # At once, not when its reader runs next: the scheduler may be asked to resume in between.
+        self._accepted |= {request.request_id: request for request in submission.requests}
+        submission.answer.set_result(None)
 
 
 def _scheduler_down() -> UnavailableError:

@@ -9,6 +9,7 @@ import resource
 import socket
 import ssl
 import sys
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,23 @@ from scheduler.admission import Admission
 from scheduler.api.app import AppSettings, create_app
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.connections import ConnectionLimits, Connections
+from scheduler.api.journaling import Journaling
 from scheduler.api.protocol import HttpProtocol
 from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
+from scheduler.journal.base import JournalError
+from scheduler.journal.connect import make_journal
+from scheduler.journal.settings import JournalConfig, host_of
 from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEvents
 
 _BACKLOG = 2048
 _OTHER_FILES = 512
 """Files besides connections: those of Ray, libraries, and connections that are about to be closed."""
 _STOP_TIMEOUT_S = 3
+_JOURNAL_PATIENCE_S = 5.0
+"""A Redis that was started with this service may still read its file."""
 _KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep theirs, so that none is closed as it is used."""
 
@@ -58,6 +65,7 @@ class ApiServerConfig:
     tls_cert_file: str | None = None
     """With `tls_key_file`: serve HTTPS with this certificate, in PEM form."""
     tls_key_file: str | None = None
+    journal: JournalConfig = field(default_factory=JournalConfig)
     log_level: str = "info"
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
@@ -73,6 +81,7 @@ class ApiServer:
         self._config = config
         self._url = self._url_at(config.port)
         self._client: SchedulerClient | None = None
+        self._journaling: Journaling | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._server: _Server | None = None
 
@@ -81,24 +90,50 @@ class ApiServer:
         return f"ApiServer({self._config.name}, {self._url})"
 
     async def start(self) -> str:
-        """Bind the port, serve, and return the URL.
+        """Bind the port, serve, and return the URL; only return it if that was done already.
 
-        Raises ConfigError if the port or a TLS file cannot be used, or the model's chat template is broken.
+        Raises ConfigError if the port or a TLS file cannot be used, the model's chat template is broken, or the
+        journal cannot be reached.
         """
+        if await self.is_serving():
+            return self._url
         config = self._config
         log_with_request_ids(config.log_level)
-        listener = bind_shared(config.host, config.port)
-        scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
-        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
         if config.tls_cert_file is not None:
             _check_tls(config.tls_cert_file, config.tls_key_file)
+        listener = bind_shared(config.host, config.port)
+        try:
+            self._journaling = await self._join_journal()
+            await self._serve(listener, self._journaling)
+        except BaseException:
+            # The next attempt may be in this process.
+            listener.close()
+            if self._journaling is not None:
+                await self._journaling.stop()
+            raise
+        self._url = self._url_at(listener.getsockname()[1])
+        logger.info("%r serves %s", self, config.model.name)
+        return self._url
+
+    async def _serve(self, listener: socket.socket, journaling: Journaling) -> None:
+        """Start everything that runs until `stop`, and return once connections are accepted."""
+        config = self._config
+        self._client = SchedulerClient(
+            ray.get_actor(config.scheduler, namespace=config.namespace),
+            name=config.name,
+            model=config.model,
+            admission=Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens),
+            journal_status=journaling.status,
+        )
+        # Before anything is submitted, be it for a client or to go on with what the journal holds.
+        await self._client.join()
         folder = Path(config.model_folder)
         app = create_app(
             self._client,
             Tokenizer.from_folder(folder),
             config.settings,
             chat_template=ChatTemplate.from_folder(folder),
+            journaling=journaling,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -124,9 +159,26 @@ class ApiServer:
         if serving.done():
             ready.cancel()
             serving.result()
-        self._url = self._url_at(listener.getsockname()[1])
-        logger.info("%r serves %s", self, config.model.name)
-        return self._url
+
+    async def is_serving(self) -> bool:
+        """Whether `start` was called in this life of the actor, and its server runs."""
+        return bool(self._tasks) and not self._tasks[0].done()
+
+    async def _join_journal(self) -> Journaling:
+        """Return what writes down requests. Raises ConfigError."""
+        config = self._config
+        # Each life of an ApiServer is another owner: what it had in its last one is to be taken over.
+        owner = f"{config.name}-{uuid.uuid4().hex}"
+        journal = make_journal(config.journal, owner=owner, model=config.model.name)
+        journaling = Journaling(journal, on_failure=config.journal.on_failure)
+        try:
+            await journaling.start(patience_s=_JOURNAL_PATIENCE_S)
+        except JournalError as error:
+            await journal.close()
+            raise ConfigError(
+                f"{error}; journal_on_failure=continue starts without it ({host_of(config.journal.url)})"
+            ) from error
+        return journaling
 
     def _url_at(self, port: int) -> str:
         host = self._config.host
@@ -140,6 +192,8 @@ class ApiServer:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests with 503, and return once all others are answered, or after `timeout_s`."""
+        if self._journaling is not None:
+            self._journaling.adopt_no_more()
         if self._client is not None:
             await self._client.drain(timeout_s)
 
@@ -151,6 +205,8 @@ class ApiServer:
         self._client.shut_down("the service is stopping")
         serving, watching = self._tasks
         watching.cancel()
+        if self._journaling is not None:
+            await self._journaling.stop()
         await asyncio.gather(serving, watching, return_exceptions=True)
 
 

@@ -113,6 +113,15 @@ class LoadResponse(BaseModel):
     """Tokens of those that wait."""
 
 
+class ReadyResponse(BaseModel):
+    """The answer to `GET /ready`."""
+
+    model_config = DOCUMENTED
+
+    journal: Literal["memory", "up", "down"]
+    """Where accepted requests are kept: in memory, or in a journal that can be reached or not."""
+
+
 class VersionResponse(BaseModel):
     """The answer to `GET /version`."""
 

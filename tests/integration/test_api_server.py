@@ -7,14 +7,17 @@ import datetime
 import ipaddress
 import json
 import os
+import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 from cryptography import x509
@@ -27,6 +30,7 @@ from scheduler.api.app import AppSettings
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
+from scheduler.host import reserved_port
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -37,11 +41,13 @@ from scheduler.messages import (
     Rejection,
     Request,
     SamplingParams,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvent,
     TokenEvents,
 )
+from scheduler.supervisor import Supervisor
 
 MODEL = ModelInfo(
     name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -63,6 +69,9 @@ class ScriptedScheduler:
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
         self.num_overloaded = 0
+        self.lives: set[tuple[str, int]] = set()
+        self.speaks = asyncio.Event()
+        self.speaks.set()
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
@@ -71,11 +80,23 @@ class ScriptedScheduler:
         answers = [await self._answer(group) for group in groups]
         return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         self.num_overloaded += heartbeat.num_overloaded
+        self.lives.add((heartbeat.api_server, heartbeat.life))
+        await self.speaks.wait()
+        return SchedulerState(life=1, num_deaths=0)
 
     async def overloaded(self) -> int:
         return self.num_overloaded
+
+    async def be_silent(self) -> None:
+        self.speaks.clear()
+
+    async def speak(self) -> None:
+        self.speaks.set()
+
+    async def lives_of(self, api_server: str) -> set[int]:
+        return {life for name, life in self.lives if name == api_server}
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -166,7 +187,9 @@ def scheduler() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[Any, str]:
+def start_server(
+    name: str = "api-0", port: int = 0, max_restarts: int = 0, **options: Any
+) -> tuple[Any, str]:
     config = ApiServerConfig(
         name=name,
         host="127.0.0.1",
@@ -178,7 +201,9 @@ def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[An
         max_queued_tokens=4096,
         **options,
     )
-    actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
+    actor: Any = (
+        ray.remote(ApiServer).options(name=name, num_cpus=0, max_restarts=max_restarts).remote(config)
+    )
     url: str = ray.get(actor.start.remote())
     return actor, url
 
@@ -188,6 +213,14 @@ def server(scheduler: Any) -> Iterator[tuple[Any, str]]:
     actor, url = start_server()
     yield actor, url
     ray.kill(actor)
+
+
+def is_api_server(process: psutil.Process) -> bool:
+    """Whether it is the process of an ApiServer of this test."""
+    title = process.info["cmdline"] or [""]
+    return title[0].startswith("ray::ApiServer") and process.pid in {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }
 
 
 def completion(url: str, *prompt: int, **fields: Any) -> httpx.Response:
@@ -398,6 +431,37 @@ def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> 
     asyncio.run(run())
 
 
+def test_while_the_scheduler_is_silent_nothing_new_is_accepted(scheduler: Any) -> None:
+    """What was accepted waits on, and once the scheduler answers again all is as before."""
+
+    async def run() -> None:
+        client = client_of(scheduler, answer_timeout_s=0.2)
+        stream = await client.submit([request("a", 8)])
+        await scheduler.be_silent.remote()
+        watching = asyncio.create_task(client.watch())
+        while await is_healthy(client):
+            await scheduler.overloaded.remote()
+        with pytest.raises(UnavailableError):
+            await client.submit([request("b", 8)])
+        assert await stream.read(timeout_s=0) == []
+        await scheduler.speak.remote()
+        while not await is_healthy(client):
+            await scheduler.overloaded.remote()
+        await client.submit([request("c", 8)])
+        watching.cancel()
+        assert await scheduler.request_ids.remote() == ["a", "c"]
+
+    asyncio.run(run())
+
+
+async def is_healthy(client: SchedulerClient) -> bool:
+    try:
+        await client.check_health()
+    except UnavailableError:
+        return False
+    return True
+
+
 def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
     async def run() -> None:
         client = client_of(scheduler)
@@ -458,6 +522,24 @@ def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
         await client.cancel(["a"])
 
     asyncio.run(run())
+
+
+def test_a_server_that_hangs_is_ended_and_comes_back_at_its_port(scheduler: Any) -> None:
+    with reserved_port("127.0.0.1", 0) as port:
+        actor, url = start_server(port=port, max_restarts=-1)
+        said: list[str] = []
+        supervisor = Supervisor(scheduler, [actor], hang_s=1.0, say=said.append)
+        try:
+            assert completion(url, 1).status_code == 200
+            (process,) = (p for p in psutil.process_iter(["cmdline"]) if is_api_server(p))
+            process.send_signal(signal.SIGSTOP)
+            while "api-0 is back" not in said:
+                supervisor.look(time.monotonic())
+            assert httpx.get(f"{url}/ready").status_code == 200
+            assert completion(url, 1).status_code == 200
+            assert len(ray.get(scheduler.lives_of.remote("api-0"))) == 2
+        finally:
+            ray.kill(actor)
 
 
 def test_a_server_that_drains_finishes_what_runs_and_refuses_the_rest(

@@ -4,7 +4,7 @@ from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
-from scheduler.messages import DecodeWorkerInfo, ModelInfo, PoolHandle
+from scheduler.messages import DecodeWorkerInfo, JournalStatus, ModelInfo, PoolHandle
 from scheduler.metrics import SchedulerMetrics
 
 
@@ -30,11 +30,28 @@ def decode_info(name: str) -> DecodeWorkerInfo:
     )
 
 
-def test_the_pages_of_a_worker_that_died_are_shown_no_more() -> None:
-    metrics = SchedulerMetrics()
+def core_with(metrics: SchedulerMetrics) -> SchedulerCore:
     cost_model = CostModel.proportional([16])
     former = BatchFormer(FixedPolicy(max_requests=1, timeout_s=0.0, cost_model=cost_model), cost_model)
-    core = SchedulerCore(former, QueueLimits(max_requests=1, max_tokens=1), metrics)
+    return SchedulerCore(former, QueueLimits(max_requests=1, max_tokens=1), metrics)
+
+
+def test_each_api_server_says_how_its_journal_does() -> None:
+    metrics = SchedulerMetrics()
+    core = core_with(metrics)
+    assert "purefill_journal_up{" not in metrics.render(core)
+    metrics.journal_status("api-0", JournalStatus(is_up=True, lag_s=0.1, num_unjournaled=0))
+    metrics.journal_status("api-1", JournalStatus(is_up=False, lag_s=2.5, num_unjournaled=7))
+    text = metrics.render(core)
+    assert 'purefill_journal_up{api_server="api-0"} 1.0' in text
+    assert 'purefill_journal_up{api_server="api-1"} 0.0' in text
+    assert 'purefill_journal_lag_seconds{api_server="api-1"} 2.5' in text
+    assert 'purefill_unjournaled_requests{api_server="api-1"} 7.0' in text
+
+
+def test_the_pages_of_a_worker_that_died_are_shown_no_more() -> None:
+    metrics = SchedulerMetrics()
+    core = core_with(metrics)
     for name in ("decode-0", "decode-1"):
         core.add_decode_worker(decode_info(name))
     page_line = 'purefill_kv_pages{pool="decode",state="free",worker="decode-1"} 7.0'
