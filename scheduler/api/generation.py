@@ -7,7 +7,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
 from scheduler.api.chat_protocol import ChatRequest
@@ -19,8 +19,16 @@ from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabu
 from scheduler.api.render import ChatRenderer, CompletionRenderer, Renderer
 from scheduler.api.structured import GrammarChecker
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError
+from scheduler.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    RequestCancelledError,
+    RequestError,
+    RequestTimeoutError,
+)
 from scheduler.messages import ModelInfo, Request, SamplingParams, TokenEvent
+from scheduler.observe.registry import Registry
+from scheduler.observe.requests import RequestTimeline
 
 KEEP_ALIVE = ": keep-alive\n\n"
 """A comment, which clients of server-sent events pass over."""
@@ -41,9 +49,14 @@ class GenerationStarter:
         *,
         timeout_s: float | None = None,
         keep_alive_s: float = 15.0,
+        registry: Registry,
     ) -> None:
-        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent."""
+        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent.
+
+        `registry` is where it is counted what clients see.
+        """
         self._engine = engine
+        self._registry = registry
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
@@ -65,6 +78,7 @@ class GenerationStarter:
         `key_digest` stands for the API key that the client sent; key and user together share what one is due.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
+        timeline = RequestTimeline(self._registry, time.monotonic())
         self.check_model(body.model)
         if body.grammar is not None:
             if self._tokenizer is None or not self._engine.model.eos_token_ids:
@@ -83,7 +97,9 @@ class GenerationStarter:
             requests = make_requests(
                 body, prompts, self._engine.model, self._engine.name, answer_id, key_digest
             )
+            submitted_at = time.monotonic()
             stream = await self._engine.submit(requests)
+        timeline.submitted([len(request.prompt_token_ids) for request in requests], submitted_at)
         head = {"id": answer_id, "created": int(time.time()), "model": body.model}
         names = TokenNames(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         of_choices = [prompt for prompt in prompts for _ in range(n)]
@@ -111,6 +127,7 @@ class GenerationStarter:
             stream,
             outputs,
             renderer,
+            timeline,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
@@ -236,6 +253,7 @@ class Generation:
         stream: TokenStream,
         outputs: Sequence[ChoiceOutput],
         renderer: Renderer,
+        timeline: RequestTimeline,
         *,
         num_prompt_tokens: int,
         include_usage: bool,
@@ -253,6 +271,8 @@ class Generation:
         self._num_open = len(outputs)
         self._stopped: list[str] = []
         self._renderer = renderer
+        self.timeline = timeline
+        """When what happened to it."""
         self._num_prompt_tokens = num_prompt_tokens
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -267,10 +287,8 @@ class Generation:
         """Wait for all choices and return the JSON of the answer. Raises RequestError if one of them fails."""
         parts: list[list[Delta]] = [[] for _ in self._outputs]
         while self._num_open:
-            for position, event in await self._read():
-                delta = self._push(position, event)
-                if delta is not None:
-                    parts[position].append(delta)
+            for position, delta in self._push_all(await self._read()):
+                parts[position].append(delta)
             await self._cancel_stopped()
         return self._renderer.answer([join(deltas) for deltas in parts], self._usage())
 
@@ -282,10 +300,8 @@ class Generation:
         while self._num_open:
             chunks: list[str] = []
             events = await self._read(self._keep_alive_s)
-            for position, event in events:
-                delta = self._push(position, event)
-                if delta is not None:
-                    chunks += self._renderer.chunks(delta, self._usage() if self._continuous_usage else None)
+            for _, delta in self._push_all(events):
+                chunks += self._renderer.chunks(delta, self._usage() if self._continuous_usage else None)
             await self._cancel_stopped()
             if chunks:
                 yield "".join([f"data: {chunk}\n\n" for chunk in chunks])
@@ -296,6 +312,7 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel what has not ended."""
+        self.timeline.all_ended(RequestCancelledError.label, time.monotonic())
         if self._timer is not None:
             self._timer.cancel()
         if self._num_open:
@@ -314,7 +331,24 @@ class Generation:
         except InvalidRequestError as error:
             # All else was checked before: a grammar that takes too much work shows only as it is followed.
             error.param = error.param or self._grammar_param
+            self.timeline.all_ended(error.label, time.monotonic())
             raise
+        except RequestError as error:
+            self.timeline.all_ended(error.label, time.monotonic())
+            raise
+
+    def _push_all(self, events: Sequence[tuple[int, TokenEvent]]) -> Iterator[tuple[int, Delta]]:
+        """Yield what events that came together add, one after the other, each with the position of its choice."""
+        now = time.monotonic()
+        for position, event in events:
+            self.timeline.event(position, event, now)
+            delta = self._push(position, event)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self.timeline.ended(position, delta.finish_reason, now)
+            yield position, delta
+        self.timeline.text_s += time.monotonic() - now
 
     def _push(self, position: int, event: TokenEvent) -> Delta | None:
         """Return what an event adds; None if it came after the stop string of its choice."""

@@ -142,7 +142,9 @@ PREFILL_TOKENS = _counter(
 PADDING_TOKENS = _counter(
     "prefill_padding_tokens_total", "Token positions of prefill computed for padding.", *_WORKER
 )
-PREFILL_SECONDS = _histogram("prefill_seconds", "Time of a prefill batch in its worker.", _LATENCY_S, *_WORKER)
+PREFILL_SECONDS = _histogram(
+    "prefill_seconds", "Time of a prefill batch in its worker.", _LATENCY_S, *_WORKER
+)
 PREFILL_FLOPS = _counter(
     "prefill_flops_total",
     "Floating point operations that the model's definition needs for what was prefilled; none for padding.",
@@ -211,7 +213,9 @@ BUILD_INFO = _gauge(
     "build_info", "Always 1; the labels say what runs.", "version", "ray", "torch", "device", "dtype"
 )
 
-CATALOGUE: tuple[Metric, ...] = tuple(value for value in globals().copy().values() if isinstance(value, Metric))
+CATALOGUE: tuple[Metric, ...] = tuple(
+    value for value in globals().copy().values() if isinstance(value, Metric)
+)
 """All of them."""
 
 CONSTANT_LABELS = ("model",)
