@@ -27,6 +27,10 @@ _PEAKS = {
 matrix operations per second from NVIDIA's data sheets, without sparsity."""
 
 
+_MOST_OTHERS = 1.05
+"""Norms and biases are far less than a twentieth of a model. More that is no linear layer is its experts."""
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the matrix operations per second that the maker states for a device, or None if not known here."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -56,7 +60,9 @@ class PrefillCost:
 
     @classmethod
     def of(cls, model: Model) -> PrefillCost:
-        """Return what this model needs."""
+        """Return what this model needs; nothing if it has experts, of which a token needs only some."""
+        if model.info.num_parameters > _MOST_OTHERS * _num_known(model):
+            return cls(per_token=0.0, per_sequence=0.0, per_pair=0.0)
         sizes = [
             (layer.in_features * layer.out_features, is_head) for layer, is_head in model.linear_layers()
         ]
@@ -75,3 +81,9 @@ class PrefillCost:
                 pairs = (end * (end + 1) - start * (start + 1)) / 2
                 total += (end - start) * self.per_token + self.per_sequence + pairs * self.per_pair
         return total
+
+
+def _num_known(model: Model) -> int:
+    """Return how many parameters are in linear layers and in the embedding."""
+    linear = sum(layer.in_features * layer.out_features for layer, _ in model.linear_layers())
+    return linear + model.embedding.numel()

@@ -44,15 +44,16 @@ def count_handoff(registry: Registry, handoff: HandoffResult) -> None:
 
 def count_step(registry: Registry, report: StepReport) -> None:
     """Count a decode step and its tokens."""
-    worker = ("decode", report.worker)
-    num_tokens = sum([event.token_id is not None for event in report.events])
-    registry.inc(m.STALLED, *worker, by=report.num_stalled)
+    worker = report.worker
+    if report.num_stalled:
+        registry.inc(m.STALLED, "decode", worker, by=report.num_stalled)
     if not report.bucket:
         return  # Nothing was computed: it only says what was released, or failed.
-    registry.inc(m.OUTPUT_TOKENS, *worker, by=num_tokens)
-    registry.observe(m.STEP_SECONDS, report.seconds, *worker)
-    registry.observe(m.STEP_SEQUENCES, num_tokens, *worker)
+    num_tokens = len([event for event in report.events if event.token_id is not None])
+    registry.inc(m.OUTPUT_TOKENS, "decode", worker, by=num_tokens)
+    registry.observe(m.STEP_SECONDS, report.seconds, "decode", worker)
+    registry.observe(m.STEP_SEQUENCES, num_tokens, "decode", worker)
     if report.eager_reason is None:
-        registry.inc(m.REPLAYS, *worker, report.bucket)
+        registry.inc(m.REPLAYS, "decode", worker, report.bucket)
     else:
-        registry.inc(m.EAGER_STEPS, *worker, report.eager_reason)
+        registry.inc(m.EAGER_STEPS, "decode", worker, report.eager_reason)
