@@ -11,7 +11,7 @@ from scheduler.messages import Figures
 from scheduler.observe.catalogue import CATALOGUE, Metric, number_text
 
 PERIOD_S = 5.0
-"""How often figures are published: Ray collects them every 10 s unless told otherwise."""
+"""How often figures are published. Ray collects every 10 s unless told otherwise, and shows a value for twice that."""
 
 _BY_NAME = {metric.name: metric for metric in CATALOGUE}
 _Tags = tuple[tuple[str, str], ...]
@@ -27,17 +27,11 @@ class RayMirror:
     def __init__(self, constant_labels: Mapping[str, str]) -> None:
         self._constant = tuple(constant_labels.items())
         self._gauges: dict[str, Any] = {}
-        self._shown: set[tuple[str, _Tags]] = set()
 
     def publish(self, figures: Figures) -> None:
-        """Show these values. What was shown before and is not among them any more is shown as 0."""
-        shown: set[tuple[str, _Tags]] = set()
+        """Show these values, until Ray has collected twice without a new one."""
         for metric, name, tags, value in _samples(figures):
-            shown.add((name, tags))
             self._set(metric, name, tags, value)
-        for name, tags in self._shown - shown:
-            self._gauges[name].set(0, tags=dict(self._constant + tags))
-        self._shown = shown
 
     def _set(self, metric: Metric, name: str, tags: _Tags, value: float) -> None:
         from ray.util.metrics import Gauge

@@ -36,7 +36,7 @@ def patient() -> Iterator[Service]:
     Its metrics have a port of their own, and its log is JSON.
     """
     options = ("--batch-timeout-ms", str(TIMEOUT_MS), "--metrics-port", "0", "--log-format", "json")
-    with serve(*options, env={"RAY_metrics_report_interval_ms": "500"}) as running:
+    with serve(*options, env={"RAY_metrics_report_interval_ms": "4000"}) as running:
         yield running
 
 
