@@ -1,4 +1,4 @@
-"""What the figures cost: of the time of scheduler, ApiServer and decode worker, and of a scrape with 50 workers.
+"""What figures and traces cost of the time of scheduler, ApiServer and decode worker, and what a scrape of 50 workers does.
 
 The scheduler's core and the generation code of an ApiServer do the same work with the figures and with an observer or a
 registry that counts nothing, in turns; the least CPU time of each counts. Nothing of HTTP, Ray, a tokenizer or a model
@@ -41,12 +41,15 @@ from scheduler.messages import (
     SamplingParams,
     SequenceRef,
     StepReport,
+    Timing,
     TokenEvent,
     TokenEvents,
 )
 from scheduler.metrics import SchedulerMetrics
 from scheduler.observe.exposition import render
 from scheduler.observe.registry import Registry
+from scheduler.observe.requests import RequestTimeline
+from scheduler.observe.traces import OtelRecorder
 from scheduler.observe.workers import count_step
 
 _BATCH, _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 64, 16
@@ -318,13 +321,45 @@ def measure_scrape(num_pairs: int, rounds: int) -> None:
     )
 
 
+def measure_traces(num_requests: int) -> None:
+    """Print what the spans of a request cost an ApiServer, if all requests are sampled."""
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Encoder(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            encode_spans(spans).SerializeToString()
+            return SpanExportResult.SUCCESS
+
+    timeline = RequestTimeline(Registry(), 0.0)
+    timeline.submitted([_PROMPT_TOKENS], 0.001)
+    timing = Timing(queued_s=0.01, held_s=0.01, prefill_s=0.01)
+    timeline.event(0, TokenEvent(request_id="r", index=0, token_id=5, timing=timing), 0.1)
+    timeline.event(0, TokenEvent(request_id="r", index=1, token_id=5, timing=Timing(handoff_s=0.001)), 0.2)
+    timeline.ended(0, "length", 0.3)
+    recorder, in_loop = OtelRecorder(Encoder(), model="bench", api_server="api-0"), 0.0
+    started = time.process_time()
+    for number in range(num_requests):
+        before = time.thread_time()
+        recorder.record(timeline, name="POST /v1/completions", answer_id="a", status=200, headers={})
+        in_loop += time.thread_time() - before
+        if number % 100 == 99:
+            time.sleep(0.1)  # as long as the thread that sends needs: it drops what it cannot keep
+    recorder.close()
+    whole_us = 1e6 * (time.process_time() - started) / num_requests
+    print(
+        f"traces: {1e6 * in_loop / num_requests:.0f} us a request in the ApiServer's loop, "
+        f"{whole_us:.0f} us with the thread that encodes and sends: {whole_us / 22.5:.1f} % of 2250 us"
+    )
+
+
 def main() -> None:
     """Print all costs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=15, help="measurements of each, of which the least counts"
+        "--rounds", type=int, default=25, help="measurements of each, of which the least counts"
     )
     rounds: int = parser.parse_args().rounds
     logging.disable(logging.INFO)
@@ -345,6 +380,7 @@ def main() -> None:
         f"{'decode step of 64':<22}{1e6 * step:.1f} us, {100 * step / _STEP_S:.2f} % of {1e3 * _STEP_S:g} ms"
     )
     measure_scrape(25, rounds)
+    measure_traces(2000)
 
 
 if __name__ == "__main__":
