@@ -15,6 +15,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ import ray
 from scheduler.api.app import AppSettings
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -35,6 +37,7 @@ from scheduler.messages import (
     ModelInfo,
     QueueState,
     Request,
+    SchedulerState,
     SubmitReply,
     TokenEvent,
     TokenEvents,
@@ -71,8 +74,9 @@ class StubScheduler:
             self._stepping = asyncio.create_task(self._step_for_ever())
         return SubmitReply(rejections=(None,) * len(groups), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         """Show that the scheduler lives."""
+        return SchedulerState(life=1, num_deaths=0)
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """Forget requests."""
@@ -125,13 +129,14 @@ class Report:
 class Client:
     """Sends requests at a fixed rate, each over a connection that is free, and reads the streams to their end."""
 
-    def __init__(self, port: int, body: bytes) -> None:
+    def __init__(self, port: int, body: bytes, *, keyed: bool) -> None:
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n"
         )
         self._port = port
-        self._message = head.encode() + body
+        self._head, self._body = head.encode(), body
+        self._keyed = keyed
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self.first_s: list[float] = []
         self.total_s: list[float] = []
@@ -153,7 +158,8 @@ class Client:
             reader, writer = self._free.pop()
         else:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write(self._message)
+        key = f"Idempotency-Key: {random.getrandbits(128):032x}\r\n".encode() if self._keyed else b""
+        writer.write(self._head + key + b"\r\n" + self._body)
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
             part = await reader.read(65536)
@@ -171,15 +177,17 @@ class Client:
             writer.close()
 
 
-def _client_process(port: int, body: bytes, rate: float, seconds: float, cores: set[int], pipe: Any) -> None:
+def _client_process(
+    port: int, body: bytes, rate: float, seconds: float, cores: set[int], keyed: bool, pipe: Any
+) -> None:
     os.sched_setaffinity(0, cores)
 
     async def run() -> None:
-        warm = Client(port, body)
+        warm = Client(port, body, keyed=keyed)
         await warm.run(min(rate, 50), 2)
         pipe.send("warm")
         pipe.recv()
-        client = Client(port, body)
+        client = Client(port, body, keyed=keyed)
         client._free = warm._free
         elapsed_s = await client.run(rate, seconds)
         pipe.send((client.first_s, client.total_s, client.num_errors, elapsed_s))
@@ -203,8 +211,18 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(rate: float, seconds: float, num_servers: int) -> Report:
-    """Start stub and ApiServers, run the client, and return what it saw. Ray must be running."""
+def measure(
+    rate: float,
+    seconds: float,
+    num_servers: int,
+    journal: JournalConfig | None = None,
+    *,
+    keyed: bool = False,
+) -> Report:
+    """Start stub and ApiServers, run the client, and return what it saw. Ray must be running.
+
+    `keyed`: each request has an `Idempotency-Key` of its own.
+    """
     folder = resolve_model("smollm2-135m", progress=print).path
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
@@ -223,6 +241,7 @@ def measure(rate: float, seconds: float, num_servers: int) -> Report:
             settings=AppSettings(model_names=("stub",)),
             max_queued_requests=100_000,
             max_queued_tokens=100_000_000,
+            journal=journal or JournalConfig(),
         )
         servers.append(ray.remote(ApiServer).options(name=config.name, num_cpus=0).remote(config))
         port = int(ray.get(servers[-1].start.remote()).rsplit(":", 1)[1])
@@ -235,7 +254,7 @@ def measure(rate: float, seconds: float, num_servers: int) -> Report:
     parent, child = multiprocessing.Pipe()
     body = json.dumps(fields).encode()
     client = multiprocessing.get_context("spawn").Process(
-        target=_client_process, args=(port, body, rate, seconds, others, child)
+        target=_client_process, args=(port, body, rate, seconds, others, keyed, child)
     )
     client.start()
     parent.recv()

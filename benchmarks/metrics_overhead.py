@@ -1,4 +1,4 @@
-"""What figures and traces cost of the time of scheduler, ApiServer and decode worker, and what a scrape of 50 workers does.
+"""What figures and traces cost of the time of scheduler, ApiServer and decode worker; a scrape of 50 workers.
 
 The scheduler's core and the generation code of an ApiServer do the same work with the figures and with an observer or a
 registry that counts nothing, in turns; the least CPU time of each counts. Nothing of HTTP, Ray, a tokenizer or a model

@@ -72,7 +72,7 @@ class ReleaseWorker:
 
 Action = SendPrefill | SendDecodeStarts | SendDecodeGrow | SendDecodeCancel | SendEvents | ReleaseWorker
 
-RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "handoff_failed", "drained"]
+RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "handoff_failed", "drained", "resumed"]
 """Why a request waits again that was prefilling or decoding."""
 
 

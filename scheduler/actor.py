@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import ray
 from ray.exceptions import RayActorError, RayError
 
 from graphs.buckets import default_token_ladder
@@ -22,15 +21,15 @@ from scheduler.actions import (
     SendEvents,
     SendPrefill,
 )
+from scheduler.actors import Actors, cause
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
-from scheduler.errors import ConfigError
-from scheduler.fleet import Fleet
+from scheduler.crew import Crew
+from scheduler.fleet import Fleet, restart
 from scheduler.messages import (
-    RAY_NAMESPACE,
     AbortReply,
     DecodeWorkerInfo,
     Figures,
@@ -38,6 +37,7 @@ from scheduler.messages import (
     PrefillResult,
     PrefillWorkerInfo,
     Request,
+    SchedulerState,
     ServiceLoad,
     ServiceStatus,
     StepReport,
@@ -54,7 +54,6 @@ _LOG = logging.getLogger(__name__)
 
 _STALL_S = 60.0
 """The longest prompts take a prefill worker on the CPU some ten seconds."""
-_PING_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +67,8 @@ class SchedulerConfig:
     queue_limits: QueueLimits
     worker_template: WorkerTemplate | None = None
     """What workers that are added later are started with; None: none can be added."""
+    watchdog_timeout_s: float = 300.0
+    """How long a worker that has work may finish none of it before it is started again."""
     log_level: str = "info"
     log_format: LogFormat = "text"
     model: str = ""
@@ -82,21 +83,24 @@ class Scheduler:
         self._metrics = SchedulerMetrics()
         self._mirror = RayMirror({"model": config.model})
         self._is_in_ray = False
+        # Above the epochs of a scheduler that died: it made fewer than one lease a nanosecond.
+        self._life = time.time_ns()
         self._core = SchedulerCore(
-            _make_former(config),
-            config.queue_limits,
-            self._metrics,
-            # Above those of a scheduler that died: it made fewer than one lease a nanosecond.
-            first_epoch=time.time_ns(),
+            _make_former(config), config.queue_limits, self._metrics, first_epoch=self._life
         )
-        self._handles: dict[str, Any] = {}
+        self._actors = Actors()
+        self._crew = Crew(
+            self._core,
+            Fleet(config.worker_template),
+            self._actors,
+            self._metrics,
+            life=self._life,
+            watchdog_timeout_s=config.watchdog_timeout_s,
+            pump=self._pump,
+        )
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._fleet = Fleet(config.worker_template)
-        self._leaving: dict[str, asyncio.Future[None]] = {}
         self._progress = ProgressWatch(_STALL_S)
-        self._lost: set[str] = set()
-        self._pings: dict[str, asyncio.Task[bool]] = {}
+        self._api_lives: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return "Scheduler"
@@ -105,29 +109,14 @@ class Scheduler:
         self, decode: tuple[DecodeWorkerInfo, ...], prefill: tuple[PrefillWorkerInfo, ...]
     ) -> None:
         """Take the workers into service; from now on requests are accepted."""
-        self._fleet.begin(decode, prefill)
-        for decode_info in decode:
-            self._take_decode_worker(decode_info)
-        for prefill_info in prefill:
-            self._core.add_prefill_worker(prefill_info)
+        self._crew.begin(decode, prefill)
 
     async def add_worker(self, kind: WorkerKind) -> str:
         """Start a worker and take it into service; return its name. Raises `ConfigError` if it cannot start.
 
         While a decode worker joins, each prefill worker pauses to open its pool.
         """
-        async with self._fleet.lock:
-            if kind == "decode":
-                decode_info = await self._fleet.start_decode_worker()
-                self._take_decode_worker(decode_info)
-                name = decode_info.name
-            else:
-                prefill_info = await self._fleet.start_prefill_worker()
-                self._core.add_prefill_worker(prefill_info)
-                name = prefill_info.name
-        _LOG.info("%s joins", name)
-        self._pump()
-        return name
+        return await self._crew.add(kind)
 
     async def remove_worker(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Give a worker nothing new, and end it once nothing is left at it.
@@ -135,31 +124,40 @@ class Scheduler:
         Sequences of a decode worker that have not ended after `timeout_s` move to others: their requests wait again,
         with their tokens. Raises `ConfigError` if there is no such worker.
         """
-        if name not in self._fleet:
-            raise ConfigError(f"worker must be one of {', '.join(self._fleet)}, got {name}")
-        left = self._leaving.setdefault(name, asyncio.get_running_loop().create_future())
-        self._core.drain_worker(name)
-        self._pump()
-        await asyncio.wait((left,), timeout=timeout_s)
-        if not left.done():
-            self._core.evict_sequences(name)
-            self._pump()
-        await left
+        await self._crew.remove(name, timeout_s)
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         """Accept each group of requests whole or not at all."""
+        await self._crew.until_open()
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
         queue = self._core.queue_state(now)
         self._pump()
         return SubmitReply(rejections=rejections, queue=queue)
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
+    async def resume(self, requests: tuple[Request, ...]) -> None:
+        """Take in what an ApiServer still serves, after a scheduler or a worker died: with the tokens that it has."""
+        await self._crew.until_open()
+        self._core.resume(requests, time.monotonic())
+        self._pump()
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
+        """Take in what an ApiServer did by itself, and show it that the scheduler lives.
+
+        With the first of a new process, what the one of that name before it had asked for is ended.
+        """
+        self._crew.recover_if_needed()
+        name = heartbeat.api_server
+        if self._api_lives.get(name, heartbeat.life) != heartbeat.life:
+            num_ended = self._core.cancel_all_of(name, time.monotonic())
+            _LOG.warning("%s starts again; %d requests of its former life are ended", name, num_ended)
+            self._pump()
+        self._api_lives[name] = heartbeat.life
         self._metrics.heartbeat(heartbeat)
         if not self._is_in_ray:
             self._is_in_ray = True
-            self._spawn(self._publish_to_ray())
+            self._actors.spawn(self._publish_to_ray())
+        return SchedulerState(life=self._life, num_deaths=self._crew.num_deaths)
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
         """End all sequences of a completion that was asked for with this API key."""
@@ -177,7 +175,7 @@ class Scheduler:
 
     async def not_ready(self) -> str | None:
         """Return why no progress is to be expected, or None if it is."""
-        dead = await self._dead_workers()
+        dead = await self._crew.dead_workers()
         return f"{', '.join(dead)} died" if dead else self._progress.problem(time.monotonic())
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
@@ -189,7 +187,10 @@ class Scheduler:
 
     async def step_done(self, report: StepReport) -> None:
         """A decode worker made a step. It does not wait for the answer, so an error would be seen by nobody."""
-        self._progress.progressed(time.monotonic())
+        self._crew.recover_if_needed()
+        if report.run_id != self._crew.run_of(report.worker):
+            return
+        self._heard_of(report.worker)
         try:
             self._core.step_done(report, time.monotonic())
         except Exception:
@@ -198,10 +199,9 @@ class Scheduler:
         self._pump()
 
     async def stop(self) -> None:
-        """Watch nobody any more: the workers are about to be ended on purpose. Ends those that were added."""
-        for task in self._tasks:
-            task.cancel()
-        self._fleet.stop_added()
+        """Watch nobody any more: the workers are about to be ended on purpose. Ends them, added ones too."""
+        self._actors.cancel_all()
+        self._crew.stop()
 
     async def metrics(self, figures: Figures) -> Figures:
         """Take in what an ApiServer counted of late, and return all figures of the service."""
@@ -237,114 +237,57 @@ class Scheduler:
     def _perform(self, action: Action) -> None:
         match action:
             case SendPrefill():
-                self._spawn(self._prefill(action))
+                self._actors.spawn(self._prefill(action, self._crew.run_of(action.worker)))
             case SendDecodeStarts(worker=worker, starts=starts):
-                self._handle(worker).add.remote(starts)
+                self._actors.handle(worker).add.remote(starts)
             case SendDecodeGrow(worker=worker, grants=grants):
-                self._handle(worker).grow.remote(grants)
+                self._actors.handle(worker).grow.remote(grants)
             case SendDecodeCancel(worker=worker, refs=refs):
-                self._handle(worker).cancel.remote(refs)
+                self._actors.handle(worker).cancel.remote(refs)
             case SendEvents(api_server=api_server, events=events):
-                self._handle(api_server).deliver.remote(events)
+                with suppress(ValueError):  # It is gone for good, and its clients with it.
+                    self._actors.handle(api_server).deliver.remote(events)
             case ReleaseWorker(worker=worker):
-                self._spawn(self._end_worker(worker))
+                self._actors.spawn(self._crew.end(worker))
 
-    async def _prefill(self, action: SendPrefill) -> None:
+    async def _prefill(self, action: SendPrefill, run_id: int | None) -> None:
         """Have a batch computed, and tell the core what became of it."""
+        worker = action.worker
         try:
-            result = await self._handle(action.worker).prefill.remote(action.batch)
+            result = await self._actors.handle(worker).prefill.remote(action.batch)
         except RayActorError:
-            _LOG.error("%s died with batch %d", action.worker, action.batch.batch_id)
-            self._worker_lost(action.worker)
+            _LOG.error("%s died with batch %d", worker, action.batch.batch_id)
+            self._crew.lost(worker, run_id)
         except RayError as error:
-            message = f"{action.worker} failed: {_cause(error)}"
-            _LOG.exception("batch %d: %s", action.batch.batch_id, message)
-            self._core.prefill_failed(action.worker, message, time.monotonic())
+            # It ends its process for what it knows of; what it cannot even say is no better.
+            _LOG.exception("batch %d: %s failed: %s", action.batch.batch_id, worker, cause(error))
+            restart(worker)
+            self._crew.lost(worker, run_id)
         else:
-            self._progress.progressed(time.monotonic())
-            self._core.prefill_done(result, time.monotonic())
-            if result.handoff_pending:
-                self._spawn(self._hand_off(result))
+            if self._crew.run_of(worker) == run_id:
+                self._heard_of(worker)
+                self._core.prefill_done(result, time.monotonic())
+                if result.handoff_pending:
+                    self._actors.spawn(self._hand_off(result, run_id))
         self._pump()
 
-    async def _hand_off(self, result: PrefillResult) -> None:
+    async def _hand_off(self, result: PrefillResult, run_id: int | None) -> None:
         """Wait until the pages of a computed batch have arrived, and tell the core."""
+        worker = result.worker
         try:
-            handoff = await self._handle(result.worker).handed_off.remote(result.batch_id)
+            handoff = await self._actors.handle(worker).handed_off.remote(result.batch_id)
         except RayError as error:
-            _LOG.error(
-                "%s died with the pages of batch %d: %s", result.worker, result.batch_id, _cause(error)
-            )
-            self._worker_lost(result.worker)
+            _LOG.error("%s died with the pages of batch %d: %s", worker, result.batch_id, cause(error))
+            self._crew.lost(worker, run_id)
         else:
-            self._core.handoff_done(handoff, time.monotonic())
+            if self._crew.run_of(worker) == run_id:
+                self._heard_of(worker)
+                self._core.handoff_done(handoff, time.monotonic())
         self._pump()
 
-    def _take_decode_worker(self, info: DecodeWorkerInfo) -> None:
-        self._core.add_decode_worker(info)
-        self._spawn(self._watch_decode(info.name))
-
-    async def _end_worker(self, name: str) -> None:
-        """End a worker at which nothing is left, and tell who waits for that."""
-        async with self._fleet.lock:
-            await self._fleet.end_worker(name)
-        _LOG.info("%s has left", name)
-        self._is_gone(name)
-
-    def _worker_lost(self, name: str) -> None:
-        """A worker died."""
-        self._metrics.worker_died(name)
-        self._core.worker_lost(name, time.monotonic())
-        self._fleet.forget(name)
-        self._lost.add(name)
-        self._is_gone(name)
-
-    def _is_gone(self, name: str) -> None:
-        self._handles.pop(name, None)
-        left = self._leaving.pop(name, None)
-        if left is not None and not left.done():
-            left.set_result(None)
-
-    async def _watch_decode(self, worker: str) -> None:
-        """Run a decode worker's loop for as long as it lives."""
-        try:
-            await self._handle(worker).run.remote()
-        except RayError as error:
-            _LOG.error("%s stopped: %s", worker, _cause(error))
-            self._worker_lost(worker)
-            self._pump()
-
-    async def _dead_workers(self) -> list[str]:
-        """Ask every worker for a sign of life; return those that are known to be dead.
-
-        A busy one answers late. It gets no second question before it has answered the first.
-        """
-        self._pings = {name: ping for name, ping in self._pings.items() if name in self._fleet}
-        for name in self._fleet:
-            if name not in self._pings or self._pings[name].done():
-                self._pings[name] = asyncio.create_task(self._lives(name))
-        if self._pings:
-            await asyncio.wait(self._pings.values(), timeout=_PING_TIMEOUT_S)
-        silent = {name for name, ping in self._pings.items() if ping.done() and not ping.result()}
-        return sorted(self._lost | silent)
-
-    async def _lives(self, name: str) -> bool:
-        try:
-            await self._handle(name).__ray_ready__.remote()
-        except (RayActorError, ValueError):  # ValueError: Ray knows no actor of that name any more
-            return False
-        return True
-
-    def _handle(self, name: str) -> Any:
-        if name not in self._handles:
-            self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
-        return self._handles[name]
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        # asyncio itself keeps no reference to a running task.
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _heard_of(self, worker: str) -> None:
+        self._progress.progressed(time.monotonic())
+        self._crew.progressed(worker)
 
 
 def _make_former(config: SchedulerConfig) -> BatchFormer:
@@ -358,8 +301,3 @@ def _make_former(config: SchedulerConfig) -> BatchFormer:
         cost_model=cost_model,
     )
     return BatchFormer(policy, cost_model)
-
-
-def _cause(error: RayError) -> str:
-    """Return the last line of an error from another process: its own message, without the traceback."""
-    return str(error).strip().splitlines()[-1]

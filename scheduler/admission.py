@@ -154,12 +154,14 @@ class Admission:
         if num_requests > self._max_requests:
             raise InvalidRequestError(
                 f"a request must hold at most {self._max_requests} sequences, the size of the queue, "
-                f"got {num_requests}"
+                f"got {num_requests} (prompts times n)",
+                param="n",
             )
         if num_tokens > self._max_tokens:
             raise InvalidRequestError(
                 f"the prompts of a request must have at most {self._max_tokens} tokens together, the size "
-                f"of the queue, got {num_tokens}"
+                f"of the queue, got {num_tokens} (tokens times n)",
+                param="prompt",
             )
 
     def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None, now: float) -> Permit:

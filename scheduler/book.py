@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scheduler.actions import Observer, Outbox, RequeueReason
 from scheduler.admission import DrainRate
-from scheduler.batching.former import BatchFormer, QueuedRequest
+from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.decode_pools import DecodePool, DecodePools, num_start_pages
 from scheduler.errors import HandoffError, StaleLeaseError, UnavailableError, WorkerFailedError
 from scheduler.live import LiveRequest, RequestState
@@ -12,7 +14,11 @@ from scheduler.messages import DecodeStart, PrefillItem, PrefillOutcome, Sequenc
 from scheduler.prefill_workers import PrefillWorkers
 
 _MAX_LOSSES = 2
-"""A request fails that was lost so often, with its worker or on the way to it: it may be the cause."""
+"""So many deaths of workers in a row make a request that was computed each time the suspect."""
+_MAX_FAILED_HANDOFFS = 2
+"""A request fails whose pages so often did not reach a decode worker that lives."""
+_PROVEN_TOKENS = 8
+"""A request that had so many tokens computed after a death was not its cause: it would have caused another."""
 _NO_WORKER = "no worker is left that can serve the request"
 
 
@@ -37,6 +43,7 @@ class RequestBook:
         self._pools = pools
         self._observer = observer
         self._outbox = outbox
+        self._alone: dict[str, QueuedRequest] = {}
 
     def max_total_tokens(self) -> int:
         """Return how many tokens a sequence may have to fit the largest pool; 0 if no worker is there for it."""
@@ -45,24 +52,49 @@ class RequestBook:
     def enqueue(self, entry: LiveRequest, now: float, *, front: bool = False) -> None:
         """Put a request into the queue, before or behind those that have not begun yet."""
         request, entry.queued_at = entry.request, now
-        self._former.add(
-            QueuedRequest(
-                request_id=request.request_id,
-                num_tokens=request.num_prefill_tokens,
-                num_pages=num_start_pages(request, self._pools.page_size),
-                arrival_time=entry.arrival_time,
-                priority=request.priority,
-                deadline=None if request.ttft_slo_s is None else entry.arrival_time + request.ttft_slo_s,
-                tenant=request.tenant,
-            ),
-            front=front,
+        queued = QueuedRequest(
+            request_id=request.request_id,
+            num_tokens=request.num_prefill_tokens,
+            num_pages=num_start_pages(request, self._pools.page_size),
+            arrival_time=entry.arrival_time,
+            priority=request.priority,
+            deadline=None if request.ttft_slo_s is None else entry.arrival_time + request.ttft_slo_s,
+            tenant=request.tenant,
         )
+        if entry.is_alone:
+            self._alone[request.request_id] = queued
+        else:
+            self._former.add(queued, front=front)
         self._drain.arrived(now)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._former) + len(self._alone)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests in the queue."""
+        return self._former.num_tokens + sum(queued.num_tokens for queued in self._alone.values())
+
+    def next_alone(self) -> QueuedRequest | None:
+        """Return the next of the requests that are prefilled alone, unless one of them is being computed."""
+        if not self._alone or any(
+            entry.is_alone and entry.state is not RequestState.WAITING for entry in self.entries.values()
+        ):
+            return None
+        return next(iter(self._alone.values()))
+
+    def take_alone(self, queued: QueuedRequest, now: float) -> FormedBatch:
+        """Take such a request out of the queue, as a batch of its own."""
+        del self._alone[queued.request_id]
+        return FormedBatch(requests=(queued,), reason="full", formed_at=now)
 
     def unqueue(self, request_id: str, now: float) -> None:
         """Take a request out of the queue that will not be prefilled."""
-        self._former.remove(request_id)
-        if not self._former:
+        if self._alone.pop(request_id, None) is None:
+            self._former.remove(request_id)
+        if not self.num_waiting:
             self._drain.left(0, 0, now, is_empty=True)
 
     def prefilled(
@@ -70,15 +102,16 @@ class RequestBook:
     ) -> None:
         """Go on with one request whose prefill is back: decode, wait again, or end."""
         entry = self.entries[outcome.request_id]
-        if outcome.error_label is not None and not entry.cancelled and outcome.finish_reason is None:
+        has_ended = outcome.finish_reason is not None and entry.resume_at is None
+        if outcome.error_label is not None and not entry.cancelled and not has_ended:
             self._not_prefilled(entry, outcome.error_label, outcome.error_message or "", now)
             return
         pool = self._pools.holding(item.lease, entry.ref)
-        if entry.cancelled or outcome.finish_reason is not None:
+        if entry.cancelled or has_ended:
             self.release(entry)
             self.end(entry, outcome.finish_reason or "cancelled", now)
         elif pool is None:
-            self.lost(entry, item.lease.decode_worker, now)
+            self.requeue(entry, "worker_lost", now)  # The decode worker never had it, so it is no suspect.
         elif entry.requeue_reason is not None:
             self.release(entry)
             self.requeue(entry, entry.requeue_reason, now)
@@ -86,6 +119,7 @@ class RequestBook:
             entry.state = RequestState.DECODING
             pool.advance(entry.ref, entry.num_tokens)
             self._pools.changed(pool)
+            entry.num_failed_handoffs = 0
             first_token_id = entry.output_token_ids[-1]
             self._outbox.starts[pool.name].append(
                 DecodeStart(
@@ -98,20 +132,20 @@ class RequestBook:
 
     def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:
         """Compute a request again whose pages do not hold what they should; fail it if it cannot be computed."""
+        is_pool_gone = entry.lease is None or self._pools.holding(entry.lease, entry.ref) is None
         self.release(entry)
         if label == StaleLeaseError.label:
             self._observer.refused("write")
             self.requeue(entry, "stale_lease", now)
         elif label == HandoffError.label:
-            self._retry(entry, "handoff_failed", message, now)
+            entry.num_failed_handoffs += not is_pool_gone
+            if entry.num_failed_handoffs >= _MAX_FAILED_HANDOFFS:
+                again = f"{message}; so ended {entry.num_failed_handoffs} attempts to compute the request"
+                self.fail(entry, WorkerFailedError.label, again, now)
+            else:
+                self.requeue(entry, "handoff_failed", now)
         else:
             self.fail(entry, label, message, now)
-
-    def give_up(self, item: PrefillItem, worker: str, now: float) -> None:
-        """Go on with a request whose prefill worker died."""
-        entry = self.entries[item.request.request_id]
-        self.release(entry)
-        self.lost(entry, worker, now)
 
     def advance(self, entry: LiveRequest, pool: DecodePool, event: TokenEvent, now: float) -> None:
         """Take in what a decode worker says of a sequence that has its lease."""
@@ -120,8 +154,11 @@ class RequestBook:
             assert event.index == len(entry.output_token_ids), (event, len(entry.output_token_ids))
             entry.output_token_ids.append(event.token_id)
             pool.advance(entry.ref, entry.num_tokens)
+            if entry.num_losses and event.index > len(entry.request.output_token_ids) + _PROVEN_TOKENS:
+                entry.num_losses, entry.is_alone = 0, False
         outcome = event.error_label or event.finish_reason
-        if outcome is not None:
+        # One that goes back to tokens that its ApiServer lacks is released now, and waits again then.
+        if outcome is not None and entry.resume_at is None:
             self.end(entry, outcome, now)
 
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
@@ -170,21 +207,57 @@ class RequestBook:
         else:
             self.enqueue(entry, now, front=True)
 
-    def lost(self, entry: LiveRequest, worker: str, now: float) -> None:
-        """Go on with a request whose worker died."""
+    def died_with(self, entries: Sequence[LiveRequest], worker: str, now: float) -> None:
+        """Go on with all requests that a worker was computing when it died.
+
+        They wait again, together at first. Whoever was there at two deaths in a row may be the cause: the only one
+        that was fails; several are computed again one after the other, and the one that kills a worker then fails.
+        """
+        suspects = [entry for entry in entries if entry.num_losses]
+        for entry in entries:
+            entry.num_losses += 1
+            if entry.cancelled:
+                self.end(entry, "cancelled", now)
+            elif entry.is_alone or suspects == [entry]:
+                message = (
+                    f"{worker} died, the worker number {entry.num_losses} in a row that computed the request"
+                )
+                self.fail(entry, WorkerFailedError.label, message, now)
+            else:
+                entry.is_alone = entry.num_losses >= _MAX_LOSSES
+                self.requeue(entry, "worker_lost", now)
+
+    def give_up(self, item: PrefillItem, now: float) -> None:
+        """Go on with a request whose pages a prefill worker was sending when it died."""
+        entry = self.entries[item.request.request_id]
+        self.release(entry)
         if entry.cancelled:
             self.end(entry, "cancelled", now)
         else:
-            self._retry(entry, "worker_lost", f"{worker} died", now)
+            self.requeue(entry, "worker_lost", now)
 
-    def _retry(self, entry: LiveRequest, reason: RequeueReason, message: str, now: float) -> None:
-        """Compute a request again that was lost on the way, unless it may itself be the cause."""
-        entry.num_losses += 1
-        if entry.num_losses >= _MAX_LOSSES:
-            again = f"{message}; so ended {entry.num_losses} attempts to compute the request"
-            self.fail(entry, WorkerFailedError.label, again, now)
-        else:
-            self.requeue(entry, reason, now)
+    def resume(self, entry: LiveRequest, num_known: int, now: float) -> None:
+        """See to it that an ApiServer gets the tokens beyond the first `num_known`, which are all that it has.
+
+        A worker that died may have told the scheduler of tokens, but not the ApiServer.
+        """
+        missing = entry.output_token_ids[num_known:]
+        if not missing:
+            return
+        request = entry.request
+        if request.sampling.num_logprobs is None and not request.sampling.prompt_logprobs:
+            self._outbox.events[request.api_server] += [
+                TokenEvent(request_id=request.request_id, index=index, token_id=token_id)
+                for index, token_id in enumerate(missing, start=num_known)
+            ]
+            return
+        # Only workers know logprobs: the tokens are computed again.
+        entry.resume_at = num_known
+        if entry.state is RequestState.WAITING:
+            self.unqueue(request.request_id, now)
+            self.requeue(entry, "resumed", now)
+        elif entry.requeue_reason is None and not entry.cancelled:
+            self.move_out(entry.ref, "resumed")
 
     def fail_what_fits_nowhere(self, now: float) -> None:
         """Fail the requests that wait for workers that are gone."""

@@ -12,6 +12,7 @@ from typing import NoReturn
 from scheduler.errors import ConfigError, PurefillError
 from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve_model
 from scheduler.options import add_serve_options, load_config
+from scheduler.ray_environment import set_ray_environment
 from scheduler.status import print_status
 
 
@@ -49,6 +50,7 @@ def _run(arguments: list[str]) -> int:
     given = vars(options)
     del given["command"]
     config = load_config(given, os.environ)
+    set_ray_environment(config)
     from scheduler.service import run_service
 
     return run_service(config)

@@ -22,6 +22,7 @@ from pydantic import (
 
 from graphs.buckets import default_token_ladder
 from scheduler.errors import ConfigError
+from scheduler.journal.settings import MEMORY, check_journal_url
 from scheduler.models import LoadFormat
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -155,7 +156,13 @@ class ServeConfig(BaseModel):
         description="share of the time in which prefill pauses while sequences decode on the same device",
     )
     journal: str = Field(
-        "memory", description="where accepted requests are kept: memory, or redis://HOST:PORT"
+        MEMORY, repr=False, description="where accepted requests are kept: memory, or redis://HOST:PORT"
+    )
+    journal_ttl_s: float = Field(
+        86_400.0, ge=1, le=31_536_000, description="how long a result can be asked for again by its key"
+    )
+    journal_on_failure: Literal["refuse", "continue"] = Field(
+        "refuse", description="what happens to new requests while the journal cannot be reached"
     )
     api_key: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
@@ -163,6 +170,24 @@ class ServeConfig(BaseModel):
         description="key that clients must send; may be repeated (PUREFILL_API_KEYS: comma separated)",
     )
     max_body_size: Size = Field(16 * 2**20, description="largest body of a request, such as 16MiB; else 413")
+    max_header_size: Size = Field(
+        65_536, le=2**20, description="largest request line with its headers, such as 64KiB; else 431"
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=1_000_000, description="open connections of one API server; more get 503"
+    )
+    max_concurrent_requests: int = Field(
+        2048,
+        ge=1,
+        le=1_000_000,
+        description="completions, chats and the like in one API server; more get 429",
+    )
+    client_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="longest that a client may take to send headers, or a body, else 408, or leave an answer unread",
+    )
     request_timeout_s: float | None = Field(
         None, gt=0, le=86_400, description="longest that a request may take; else 504"
     )
@@ -182,6 +207,12 @@ class ServeConfig(BaseModel):
         ge=0,
         le=86_400,
         description="longest wait for running requests when the service stops; a second signal ends it",
+    )
+    watchdog_timeout_s: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="a worker that finishes nothing for so long while it has work is started again",
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
@@ -204,8 +235,8 @@ class ServeConfig(BaseModel):
     @field_validator("journal")
     @classmethod
     def _check_journal(cls, value: str) -> str:
-        if value != "memory" and not re.match(r"rediss?://.", value):
-            raise ValueError("must be memory or redis://HOST:PORT")
+        if value != MEMORY:
+            check_journal_url(value)
         return value
 
     @field_validator("graph_config")
@@ -242,7 +273,6 @@ class ServeConfig(BaseModel):
         """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
         later = {
             "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
-            "journal must be memory, a Redis journal comes later": self.journal != "memory",
         }
         for message, asked in later.items():
             if asked:

@@ -15,10 +15,7 @@ from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch
 from scheduler.book import RequestBook
 from scheduler.decode_pools import DecodePool, DecodePools
-from scheduler.errors import (
-    RequestCancelledError,
-    WorkerFailedError,
-)
+from scheduler.errors import RequestCancelledError
 from scheduler.intake import check_group, check_room
 from scheduler.live import LiveRequest, RequestState
 from scheduler.messages import (
@@ -64,7 +61,8 @@ class SchedulerCore:
         self._prefill = PrefillWorkers()
         self._pools = DecodePools(first_epoch)
         self._num_accepted = 0
-        self._num_batches = 0
+        # No worker mistakes a batch for one of a scheduler before this one.
+        self._num_batches = first_epoch - 1
         self._room_since: float | None = None
         """Since when what waits could be computed and is held for others to join; None: it is not."""
         self._outbox = Outbox()
@@ -77,12 +75,12 @@ class SchedulerCore:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._former)
+        return self._book.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the requests in the queue."""
-        return self._former.num_tokens
+        return self._book.num_waiting_tokens
 
     @property
     def num_live(self) -> int:
@@ -110,6 +108,16 @@ class SchedulerCore:
         """Whether each prefill worker that is in service drains, by name."""
         return self._prefill.draining
 
+    @property
+    def working(self) -> set[str]:
+        """Workers that have something to compute, so that something should be heard of them."""
+        decoding = {
+            entry.lease.decode_worker
+            for entry in self._book.entries.values()
+            if entry.lease is not None and entry.state is RequestState.DECODING
+        }
+        return decoding.union(self._prefill.busy)
+
     def wake_at(self) -> float | None:
         """Return when `tick` must be called if nothing happens before, or None."""
         return self._former.wake_at() if self._prefill.num_idle else None
@@ -127,6 +135,14 @@ class SchedulerCore:
         """A decode worker is ready, with an empty pool. Raises `ConfigError` if its pages have another size."""
         self._pools.add(info)
         self._observer.joined(info)
+
+    def fence_epoch(self) -> int:
+        """Return an epoch above those of all leases so far, and below those of all to come."""
+        return self._pools.fence_epoch()
+
+    def expect_prefill_worker(self, name: str) -> None:
+        """A prefill worker is going to be ready. Until then, requests wait for it."""
+        self._prefill.expect(name)
 
     def drain_worker(self, name: str) -> None:
         """Give a worker nothing new. Once nothing is left at it, a `ReleaseWorker` follows."""
@@ -148,17 +164,23 @@ class SchedulerCore:
         if rejection is not None:
             return rejection
         for request in group:
-            self._num_accepted += 1
-            entry = LiveRequest(
-                request=request,
-                arrival_time=now,
-                queued_at=now,
-                age=self._num_accepted,
-                output_token_ids=list(request.output_token_ids),
-            )
-            self._book.entries[request.request_id] = entry
-            self._book.enqueue(entry, now)
+            self._accept(request, now)
         return None
+
+    def resume(self, requests: Sequence[Request], now: float) -> None:
+        """Take in what an ApiServer still serves, each with the tokens that it has, after somebody died.
+
+        Those that are not known were accepted before: by a scheduler that died, or they had ended here, and a worker
+        died before the ApiServer had their end. They wait again, before all others, whatever the limits of the queue.
+        """
+        for request in requests:
+            entry = self._book.entries.get(request.request_id)
+            if entry is not None:
+                self._book.resume(entry, len(request.output_token_ids), now)
+                continue
+            self._accept(request, now, front=True)
+            self._observer.requeued("resumed")
+        self._book.fail_what_fits_nowhere(now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request on its client's wish. One that is being prefilled is dropped when its batch is back."""
@@ -175,6 +197,13 @@ class SchedulerCore:
             if entry.requeue_reason is None:  # else it was cancelled there already
                 self._book.cancel_decode(entry)
             self._book.end(entry, "cancelled", now)
+
+    def cancel_all_of(self, api_server: str, now: float) -> int:
+        """End all requests of an ApiServer whose process died, and return how many they were."""
+        own = [i for i, entry in self._book.entries.items() if entry.request.api_server == api_server]
+        for request_id in own:
+            self.cancel(request_id, now)
+        return len(own)
 
     def abort(self, completion_id: str, key_digest: str, now: float) -> AbortReply:
         """End all sequences of a completion that were asked for with an API key, and tell their ApiServer."""
@@ -221,13 +250,6 @@ class SchedulerCore:
                 )
             self._book.prefilled(item, outcome, now, handoff_s=handoff.seconds)
 
-    def prefill_failed(self, worker: str, message: str, now: float) -> None:
-        """A prefill worker could not compute its batch, but lives."""
-        for item in self._prefill.take_batch(worker, now).items:
-            entry = self._book.entries[item.request.request_id]
-            self._book.release(entry)
-            self._book.fail(entry, WorkerFailedError.label, message, now)
-
     def step_done(self, report: StepReport, now: float) -> None:
         """A decode worker made a step."""
         self._observer.stepped(report)
@@ -238,26 +260,33 @@ class SchedulerCore:
             self._take_report(pool, ordered, now)
         self._pools.changed(pool)
 
-    def worker_lost(self, name: str, now: float) -> None:
-        """A worker died. The requests that it held wait again, with the tokens that they have."""
+    def worker_lost(self, name: str, now: float, *, returns: bool = False) -> None:
+        """A worker died. The requests that it held wait again, with the tokens that they have.
+
+        `returns`: it will be added again, unless `worker_gone` says otherwise. Until then, requests that no other
+        worker can serve wait, and new ones are accepted.
+        """
         if name in self._prefill:
-            batch, sending = self._prefill.remove_lost(name)
-            for item in batch.items if batch is not None else ():
-                self._book.give_up(item, name, now)
-            for computed in sending:
-                for item, outcome in zip(computed.batch.items, computed.result.outcomes, strict=True):
-                    if outcome.finish_reason is not None:
-                        self._book.prefilled(item, outcome, now)
-                    else:
-                        self._book.give_up(item, name, now)
+            if returns:
+                self._prefill.expect(name)
+            self._prefill_lost(name, now)
         elif name in self._pools:
+            if returns:
+                self._pools.expect_back(name)
             self._pools.remove(name)
-            for entry in [
-                e for e in self._book.entries.values() if e.lease and e.lease.decode_worker == name
-            ]:
-                # A batch in prefill still comes back, and its requests wait again then.
-                if entry.state is RequestState.DECODING:
-                    self._book.lost(entry, name, now)
+            # A batch in prefill still comes back, and its requests wait again then.
+            lost = [
+                entry
+                for entry in self._book.entries.values()
+                if entry.state is RequestState.DECODING and entry.lease and entry.lease.decode_worker == name
+            ]
+            self._book.died_with(lost, name, now)
+        self._book.fail_what_fits_nowhere(now)
+
+    def worker_gone(self, name: str, now: float) -> None:
+        """A worker that was expected will not come: what only it could serve fails."""
+        self._prefill.give_up(name)
+        self._pools.give_up(name)
         self._book.fail_what_fits_nowhere(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -268,6 +297,9 @@ class SchedulerCore:
             for ref in balance.preempted:
                 self._book.move_out(ref, "preempted")
         self._let_leave(now)
+        # While such a request waits for pages nobody else gets any, or it would wait for ever.
+        if not self._dispatch_alone(now):
+            return self._outbox.take()
         while self._prefill.num_idle and (pool := self._pools.choose()) is not None:
             if self._room_since is None:
                 self._room_since = now
@@ -310,8 +342,46 @@ class SchedulerCore:
             rejection = check_room(group, self._admission, now)
         return rejection
 
+    def _accept(self, request: Request, now: float, *, front: bool = False) -> LiveRequest:
+        self._num_accepted += 1
+        entry = LiveRequest(
+            request=request,
+            arrival_time=now,
+            queued_at=now,
+            age=self._num_accepted,
+            output_token_ids=list(request.output_token_ids),
+        )
+        self._book.entries[request.request_id] = entry
+        self._book.enqueue(entry, now, front=front)
+        return entry
+
+    def _prefill_lost(self, name: str, now: float) -> None:
+        batch, sending = self._prefill.remove_lost(name)
+        items = batch.items if batch is not None else ()
+        entries = [self._book.entries[item.request.request_id] for item in items]
+        for entry in entries:
+            self._book.release(entry)
+        self._book.died_with(entries, name, now)
+        for computed in sending:
+            for item, outcome in zip(computed.batch.items, computed.result.outcomes, strict=True):
+                if outcome.finish_reason is not None:
+                    self._book.prefilled(item, outcome, now)
+                else:
+                    self._book.give_up(item, now)
+
+    def _dispatch_alone(self, now: float) -> bool:
+        """Send the next request that must be prefilled alone, if any. Returns False if it has to wait for pages."""
+        queued = self._book.next_alone()
+        if queued is None or not self._prefill.num_idle:
+            return True
+        pool = self._pools.choose()
+        if pool is None or pool.free_pages < queued.num_pages or not pool.free_sequences:
+            return False
+        self._dispatch(pool, self._book.take_alone(queued, now), now)
+        return True
+
     def _dispatch(self, pool: DecodePool, formed: FormedBatch, now: float) -> None:
-        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self._former)
+        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)
         items: list[PrefillItem] = []
         for queued in formed.requests:
             entry = self._book.entries[queued.request_id]

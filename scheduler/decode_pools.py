@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from scheduler.errors import ConfigError
@@ -75,6 +76,11 @@ class DecodePool:
     def name(self) -> str:
         """Name of the decode worker."""
         return self.ledger.worker
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a sequence that has every page."""
+        return self.ledger.num_pages * self.ledger.page_size
 
     @property
     def free_pages(self) -> int:
@@ -189,6 +195,8 @@ class DecodePools:
     def __init__(self, first_epoch: int = 1) -> None:
         self._epochs = epochs(first_epoch)
         self._pools: dict[str, DecodePool] = {}
+        self._away: dict[str, int] = {}
+        self._page_size = 0
         self._placement = DecodePlacement()
         self._changed: dict[str, DecodePool] = {}
 
@@ -201,13 +209,14 @@ class DecodePools:
     @property
     def page_size(self) -> int:
         """Tokens per page. It is the same in all pools, so that a waiting request needs the same in any."""
-        return next(iter(self._pools.values())).ledger.page_size
+        assert self._page_size, "no pool was ever there"
+        return self._page_size
 
     @property
     def max_total_tokens(self) -> int:
-        """How many tokens a sequence may have to fit the largest pool that takes any; 0 if none does."""
-        open_pools = (pool.ledger for pool in self if not pool.is_draining)
-        return max((ledger.num_pages * ledger.page_size for ledger in open_pools), default=0)
+        """How many tokens a sequence may have to fit the largest pool that takes any, or will; 0 if none does."""
+        open_pools = (pool.max_tokens for pool in self if not pool.is_draining)
+        return max(chain(open_pools, self._away.values()), default=0)
 
     def add(self, info: DecodeWorkerInfo) -> None:
         """Take in an empty pool. Raises `ConfigError` if its pages are not as large as those of the others."""
@@ -216,8 +225,22 @@ class DecodePools:
                 f"page_size of {info.name} must be {self.page_size}, as in the other pools, "
                 f"got {info.pool.page_size}"
             )
+        self._page_size = info.pool.page_size
+        self._away.pop(info.name, None)
         self._pools[info.name] = DecodePool(info, self._epochs)
         self.changed(self._pools[info.name])
+
+    def fence_epoch(self) -> int:
+        """Return an epoch above those of all leases so far, and below those of all to come."""
+        return next(self._epochs)
+
+    def expect_back(self, name: str) -> None:
+        """Count on it that a pool that is about to be removed comes back, as large and empty."""
+        self._away[name] = self._pools[name].max_tokens
+
+    def give_up(self, name: str) -> None:
+        """A pool that was expected back will not come."""
+        self._away.pop(name, None)
 
     def remove(self, name: str) -> None:
         """Forget a pool and all leases on it."""

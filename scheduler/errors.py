@@ -11,6 +11,7 @@
     │   ├── RequestNotFoundError       404  no such request runs
     │   ├── BodyTimeoutError           408  the client sends its body too slowly
     │   ├── BodyTooLargeError          413  the body is larger than this service takes
+    │   ├── IdempotencyKeyError        422  the Idempotency-Key came before, with another body
     │   ├── OverloadedError            429  the queue is full; carries `retry_after_s`
     │   ├── RequestCancelledError      499  the client or an operator cancelled it
     │   ├── WorkerFailedError          500  the worker could not compute it
@@ -134,6 +135,15 @@ class BodyTooLargeError(RequestError):
     status = 413
     error_type = "invalid_request_error"
     code = "body_too_large"
+
+
+class IdempotencyKeyError(RequestError):
+    """The `Idempotency-Key` of the request came before, with another body or path."""
+
+    label = "idempotency_key"
+    status = 422
+    error_type = "invalid_request_error"
+    code = "idempotency_key_reused"
 
 
 class OverloadedError(RequestError):

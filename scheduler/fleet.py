@@ -8,13 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from scheduler.errors import ConfigError
 from scheduler.messages import RAY_NAMESPACE, DecodeWorkerInfo, PoolHandle, PrefillWorkerInfo
 from scheduler.workers import WorkerKind, WorkerTemplate, create_worker
 
 _STOP_TIMEOUT_S = 5.0
+_ATTACH_TIMEOUT_S = 300.0
+"""A prefill worker captures its graphs for the pool within that time, after the batch that it computes."""
 
 
 class Fleet:
@@ -41,39 +43,65 @@ class Fleet:
         """Take in the workers with which the service starts."""
         self.pools = {info.name: info.pool for info in decode}
         self.prefill_workers = [info.name for info in prefill]
-        self._num_named = {"prefill": len(prefill), "decode": len(decode)}
+        self.count_names([*self])
 
-    def forget(self, name: str) -> None:
-        """A worker is gone."""
-        self._added.pop(name, None)
+    def count_names(self, names: Sequence[str]) -> None:
+        """Give no worker a name that another has."""
+        for name in names:
+            kind, number = kind_of(name), int(name.rpartition("-")[2])
+            self._num_named[kind] = max(self._num_named[kind], number + 1)
+
+    def forget(self, name: str, *, is_for_good: bool = True) -> None:
+        """A worker is gone, perhaps to come back."""
+        if is_for_good:
+            self._added.pop(name, None)
         if self.pools.pop(name, None) is not None:
             for prefill_worker in self.prefill_workers:
-                _actor(prefill_worker).detach.remote(name)
+                with suppress(ValueError):  # Ray knows it no more
+                    _actor(prefill_worker).detach.remote(name)
         elif name in self.prefill_workers:
             self.prefill_workers.remove(name)
 
-    async def start_decode_worker(self) -> DecodeWorkerInfo:
-        """Start a decode worker and let all prefill workers open its pool. Raises `ConfigError` with the reason."""
-        name, actor = self._create("decode")
+    async def start_worker(self, kind: WorkerKind, fence_epoch: int) -> DecodeWorkerInfo | PrefillWorkerInfo:
+        """Start a worker and let it join. Raises `ConfigError` with the reason."""
+        name = self._create(kind)
         try:
-            info: DecodeWorkerInfo = await actor.load.remote()
-            await asyncio.gather(*(_actor(other).attach.remote(info.pool) for other in self.prefill_workers))
+            return await self.join(name, fence_epoch)
         except BaseException:
             ray.kill(self._added.pop(name))
             raise
-        self.pools[name] = info.pool
-        return info
 
-    async def start_prefill_worker(self) -> PrefillWorkerInfo:
-        """Start a prefill worker that knows all pools. Raises `ConfigError` with the reason."""
-        name, actor = self._create("prefill")
+    async def join(self, name: str, fence_epoch: int) -> DecodeWorkerInfo | PrefillWorkerInfo:
+        """Let a worker load, or drop what it did before, and let prefill workers and pools know each other.
+
+        Raises `ConfigError` with the reason, or Ray's error if the worker dies.
+        """
+        actor = _actor(name)
+        if kind_of(name) == "decode":
+            info: DecodeWorkerInfo = await actor.load.remote(fence_epoch)
+            async with self.lock:
+                self.pools[name] = info.pool
+                await asyncio.gather(*(self._attach(other, info.pool) for other in self.prefill_workers))
+            return info
+        await actor.load.remote(())  # The long part, without the lock.
+        async with self.lock:
+            prefill_info: PrefillWorkerInfo = await actor.load.remote(tuple(self.pools.values()))
+            self.prefill_workers.append(name)
+        return prefill_info
+
+    async def _attach(self, prefill_worker: str, pool: PoolHandle) -> None:
+        """Let a prefill worker open a pool. If it cannot answer, it ends: when it is back it opens all of them.
+
+        Raises `ConfigError` if the pool is none that it can open.
+        """
         try:
-            info: PrefillWorkerInfo = await actor.load.remote(tuple(self.pools.values()))
-        except BaseException:
-            ray.kill(self._added.pop(name))
+            await asyncio.wait_for(_actor(prefill_worker).attach.remote(pool), _ATTACH_TIMEOUT_S)
+        except ConfigError:
             raise
-        self.prefill_workers.append(name)
-        return info
+        except (RayActorError, ValueError):
+            pass  # It is dead: whoever waits for `live` says so.
+        except (RayError, TimeoutError):
+            restart(prefill_worker)  # The fault is not the decode worker's.
 
     async def end_worker(self, name: str) -> None:
         """End a worker at which nothing is left."""
@@ -84,20 +112,43 @@ class Fleet:
         self.forget(name)
         ray.kill(actor)
 
-    def stop_added(self) -> None:
-        """End those that were added."""
-        for actor in self._added.values():
-            ray.kill(actor)
-        self._added.clear()
+    def stop_all(self) -> None:
+        """End all: those that were added, perhaps by a scheduler that died, have nobody else to end them."""
+        for name in {*self, *self._added}:
+            end(name)
 
-    def _create(self, kind: WorkerKind) -> tuple[str, Any]:
+    def _create(self, kind: WorkerKind) -> str:
         if self._template is None:
             raise ConfigError("worker_template must be set for workers to be added")
         # A name that was in use may still be taken: an actor's end takes a moment.
         name = f"{kind}-{self._num_named[kind]}"
         self._num_named[kind] += 1
-        self._added[name] = create_worker(kind, name, self._template)
-        return name, self._added[name]
+        # Its life does not depend on this process: it outlives a death of the scheduler as the others do.
+        self._added[name] = create_worker(kind, name, self._template, lifetime="detached")
+        return name
+
+
+def kind_of(name: str) -> WorkerKind:
+    """Return the kind of a worker, which its name tells."""
+    return "decode" if name.startswith("decode-") else "prefill"
+
+
+async def running_workers() -> list[str]:
+    """Return the names of all workers, also of those that start again just now."""
+    names: list[str] = await asyncio.to_thread(ray.util.list_named_actors)
+    return sorted(name for name in names if name.startswith(("prefill-", "decode-")))
+
+
+def end(name: str) -> None:
+    """End a worker's process for good."""
+    with suppress(ValueError):  # Ray knows it no more
+        ray.kill(_actor(name))
+
+
+def restart(name: str) -> None:
+    """End a worker's process, however it hangs; Ray starts it again."""
+    with suppress(ValueError):  # Ray knows it no more
+        ray.kill(_actor(name), no_restart=False)
 
 
 def _actor(name: str) -> Any:

@@ -52,5 +52,5 @@ def check_room(group: Sequence[Request], admission: Admission, now: float) -> Re
             request_id=first, label=error.label, message=error.message, retry_after_s=error.retry_after_s
         )
     except InvalidRequestError as error:
-        return Rejection(request_id=first, label=error.label, message=error.message)
+        return Rejection(request_id=first, label=error.label, message=error.message, param=error.param)
     return None

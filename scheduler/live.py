@@ -38,7 +38,13 @@ class LiveRequest:
     requeue_reason: RequeueReason | None = None
     """Why it waits again as soon as its pages are back, if it does."""
     num_losses: int = 0
-    """Workers that died while they had it."""
+    """Workers in a row that died while they computed it."""
+    is_alone: bool = False
+    """It is prefilled alone, and no other such request is computed meanwhile: it may be what kills workers."""
+    num_failed_handoffs: int = 0
+    """Times that its pages did not reach their decode worker."""
+    resume_at: int | None = None
+    """How many of its tokens it keeps when it waits again; None: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +62,10 @@ class LiveRequest:
         return self.lease is not None and self.lease.epoch == ref.epoch
 
     def wait_again(self) -> None:
-        """Go back to the start, with the tokens that it has."""
+        """Go back to the start, with the tokens that it has, or with as many as it is to keep."""
+        if self.resume_at is not None:
+            del self.output_token_ids[self.resume_at :]
+            self.resume_at = None
         self.request = replace(self.request, output_token_ids=tuple(self.output_token_ids))
         self.state = RequestState.WAITING
         self.lease = None

@@ -2,6 +2,7 @@
 
 ApiServer  ──SubmitRequests──► Scheduler ──PrefillBatch──► PrefillWorker ──TokenEvents──► ApiServer
 ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult── PrefillWorker
+ApiServer  ──resume(Requests)► Scheduler
                                Scheduler ──DecodeStart───► DecodeWorker  ──TokenEvents──► ApiServer
                                Scheduler ──PageGrant─────► DecodeWorker
                                Scheduler ◄─StepReport───── DecodeWorker
@@ -198,13 +199,38 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalStatus:
+    """How an ApiServer gets on with its journal."""
+
+    is_up: bool
+    """Whether the journal could be reached the last time."""
+    lag_s: float
+    """How long the oldest token waits that is to be written; 0 if none does."""
+    num_unjournaled: int
+    """Requests so far that went on without the journal, as it was away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """What an ApiServer tells the scheduler about once a second."""
 
     api_server: str
-    """Its name."""
+    """Who says so."""
     figures: Figures
     """What it counted since the last one."""
+    life: int = 0
+    """Another number in each process that has had this name."""
+    journal: JournalStatus | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """The scheduler's answer to a heartbeat. When it differs from the last one, tokens may have been lost."""
+
+    life: int
+    """Another one for each process of the Scheduler."""
+    num_deaths: int
+    """Workers that died in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,7 +423,9 @@ class StepReport:
     eager_reason: str | None = None
     """Why it ran without a graph, if it did."""
     number: int = 1
-    """Counts the worker's reports from 1: calls of an actor may overtake each other."""
+    """Counts the reports of a run from 1: calls of an actor may overtake each other."""
+    run_id: int = 0
+    """Given to the worker by the scheduler that had it run: reports of an earlier run come to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,7 +488,7 @@ class PoolHandle:
     address: str
     """Where the pool's shared host memory is: ``/proc/PID/fd/N``. With ``cuda_ipc`` only the epochs lie there."""
     incarnation: int
-    """Changes each time the worker starts; a lease of another incarnation is void."""
+    """Changes each time the worker's process starts: its pool is another one then."""
     num_pages: int
     """Pages that can be leased, and the scratch page 0 besides."""
     page_size: int

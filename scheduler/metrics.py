@@ -64,7 +64,6 @@ class SchedulerMetrics:
             registry.declare(m.REQUESTS, labels=(outcome,))
         for what in ("write", "read", "event"):
             registry.declare(m.LEASES_REFUSED, labels=(what,))
-        registry.set(m.JOURNAL_LAG, 0)
         registry.set(m.START_TIME, clock(), "scheduler", "scheduler")
 
     def figures(self, core: SchedulerCore, *, without: Collection[Metric] = ()) -> Figures:
@@ -110,17 +109,18 @@ class SchedulerMetrics:
         )
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Add what an ApiServer counted, which is alive."""
-        self._heard_at[heartbeat.api_server] = self._clock()
+        """Add what an ApiServer counted, which is alive, and remember how its journal does."""
+        name, journal = heartbeat.api_server, heartbeat.journal
+        self._heard_at[name] = self._clock()
         self.add(heartbeat.figures)
+        if journal is not None:
+            self._registry.set(m.JOURNAL_UP, journal.is_up, name)
+            self._registry.set(m.JOURNAL_LAG, journal.lag_s, name)
+            self._registry.set(m.UNJOURNALED, journal.num_unjournaled, name)
 
     def add(self, figures: Figures) -> None:
         """Add what an ApiServer counted."""
         self._registry.add(figures)
-
-    def journal_lagged(self, lag_s: float) -> None:
-        """Take in how old the oldest change is that the journal does not hold yet."""
-        self._registry.set(m.JOURNAL_LAG, lag_s)
 
     def joined(self, info: PrefillWorkerInfo | DecodeWorkerInfo) -> None:
         """Show a worker from now on."""

@@ -31,6 +31,7 @@ class PrefillWorkers:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
+        self._away: set[str] = set()
         self._placement = PrefillPlacement()
 
     def __contains__(self, name: str) -> bool:
@@ -43,8 +44,13 @@ class PrefillWorkers:
 
     @property
     def num_open(self) -> int:
-        """Workers that take batches, now or later."""
-        return sum(not worker.is_draining for worker in self._workers.values())
+        """Workers that take batches, now or later: also those that are expected back."""
+        return sum(not worker.is_draining for worker in self._workers.values()) + len(self._away)
+
+    @property
+    def busy(self) -> list[str]:
+        """Workers that have a batch to compute, or pages to send."""
+        return [name for name, worker in self._workers.items() if worker.batch is not None or worker.sending]
 
     @property
     def draining(self) -> dict[str, bool]:
@@ -57,8 +63,17 @@ class PrefillWorkers:
 
     def add(self, name: str) -> None:
         """A worker is ready, and idle."""
+        self._away.discard(name)
         self._workers[name] = _Worker()
         self._placement.add(name)
+
+    def expect(self, name: str) -> None:
+        """A worker that is not here will come, or come back."""
+        self._away.add(name)
+
+    def give_up(self, name: str) -> None:
+        """A worker that was expected will not come."""
+        self._away.discard(name)
 
     def dispatch(self, batch: PrefillBatch, expected_s: float, now: float) -> str:
         """Give a batch to the best of the idle workers, and return its name."""

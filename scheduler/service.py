@@ -19,12 +19,15 @@ import psutil
 
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.api.app import AppSettings
+from scheduler.api.auth import key_digest
+from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
 from scheduler.gpus import GpuPlan, plan_gpus
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
+from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -35,6 +38,7 @@ from scheduler.messages import (
 from scheduler.models import ModelFolder, cache_folder, resolve_model
 from scheduler.observe.logs import relay_actor_logs, say_on_stderr
 from scheduler.observe.traces import check_installed
+from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
 _LOG = logging.getLogger("purefill")
@@ -57,6 +61,8 @@ class RunningService:
     dashboard_url: str | None
     decode: tuple[DecodeWorkerInfo, ...]
     prefill: tuple[PrefillWorkerInfo, ...]
+    scheduler: Any
+    """Its actor."""
     api_servers: tuple[Any, ...]
     """Their actors."""
 
@@ -80,10 +86,15 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     _print_summary(config, folder, service, time.perf_counter() - started)
+                    supervisor = Supervisor(
+                        service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
+                    )
                     try:
                         # Not signal.pause(): it sleeps on if the signal came just before, or to another thread.
                         while True:
                             time.sleep(_SIGNAL_CHECK_S)
+                            with signals_held():
+                                supervisor.look(time.monotonic())
                     except StopSignal:
                         _drain(service, config.drain_timeout_s)
                         raise
@@ -119,16 +130,6 @@ def _drain(service: RunningService, timeout_s: float) -> None:
 @contextmanager
 def start_service(config: ServeConfig, folder: ModelFolder) -> Iterator[RunningService]:
     """Start Ray (or join a cluster) and all actors; stop them all on the way out."""
-    # Nothing is reported to anyone unless the user asks for it; Ray reads these when it starts.
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if config.usage_stats else "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Prefill and decode compute on the same cores. By default an OpenMP thread that waits for the others spins,
-    # and holds up the one that it waits for: five times slower, measured with both busy on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Of lines that differ in numbers only, as those of two requests, Ray would show the first.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -190,10 +191,12 @@ def _start_actors(
         # calls of `load` below raise again.
         for actor in prefill_actors:
             actor.load_model.remote()
-    decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
-    pools = tuple(info.pool for info in decode)
-    _say("warming up the prefill buckets")
-    prefill = tuple(_get([actor.load.remote(pools) for actor in prefill_actors]))
+    pools = tuple(_get([actor.make_pool.remote() for actor in decode_actors]))
+    _say("warming up the prefill buckets and decode steps")
+    loading = [actor.load.remote() for actor in decode_actors]
+    loading += [actor.load.remote(pools) for actor in prefill_actors]
+    infos = _get(loading)
+    decode, prefill = tuple(infos[: len(decode_actors)]), tuple(infos[len(decode_actors) :])
     scheduler = _create(
         Scheduler,
         SCHEDULER_NAME,
@@ -207,14 +210,22 @@ def _start_actors(
                 max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
             ),
             worker_template=template,
+            watchdog_timeout_s=config.watchdog_timeout_s,
             log_level=config.log_level,
             log_format=config.log_format,
             model=decode[0].model.name,
         ),
+        max_restarts=-1,
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
-        _create(ApiServer, f"api-{i}", actors, _api_config(config, folder, decode[0], f"api-{i}"))
+        _create(
+            ApiServer,
+            f"api-{i}",
+            actors,
+            _api_config(config, folder, decode[0], f"api-{i}"),
+            max_restarts=-1,
+        )
         for i in range(config.api_servers)
     ]
     urls = _get([server.start.remote() for server in servers])
@@ -223,6 +234,7 @@ def _start_actors(
         dashboard_url=f"http://{dashboard_url}" if dashboard_url else None,
         decode=decode,
         prefill=prefill,
+        scheduler=scheduler,
         api_servers=tuple(servers),
     )
 
@@ -247,8 +259,8 @@ def _num_free_gpus() -> int:
     return int(resources.get("GPU", 0))
 
 
-def _create(actor_class: type, name: str, actors: list[Any], config: Any) -> Any:
-    actor = create_actor(actor_class, name, config)
+def _create(actor_class: type, name: str, actors: list[Any], config: Any, **options: Any) -> Any:
+    actor = create_actor(actor_class, name, config, **options)
     actors.append(actor)
     return actor
 
@@ -308,16 +320,27 @@ def _api_config(
         max_queued_tokens=config.max_queued_tokens,
         settings=AppSettings(
             model_names=(decode.model.name,),
-            api_keys=config.api_key,
+            # What goes to actors, Ray keeps: no key is in it.
+            api_keys=tuple(map(key_digest, config.api_key)),
             max_body_bytes=config.max_body_size,
+            client_timeout_s=config.client_timeout_s,
+            max_concurrent_requests=config.max_concurrent_requests,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
             log_prompts=config.log_prompts,
             serves_metrics=config.metrics_port is None,
         ),
+        connections=ConnectionLimits(
+            max_connections=config.max_connections,
+            max_head_bytes=config.max_header_size,
+            client_timeout_s=config.client_timeout_s,
+        ),
         # Actors may have another working directory.
         tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
         tls_key_file=config.tls_key_file and str(Path(config.tls_key_file).resolve()),
+        journal=JournalConfig(
+            url=config.journal, ttl_s=config.journal_ttl_s, on_failure=config.journal_on_failure
+        ),
         log_level=config.log_level,
         log_format=config.log_format,
         metrics_port=config.metrics_port,

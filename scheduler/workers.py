@@ -35,10 +35,15 @@ def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **optio
         # Its `run` occupies a thread for good, the other calls come and go.
         options["max_concurrency"] = 4
     else:
-        # Threads that wait for pages to arrive, beside the one that computes.
-        options["groups"] = {"handoff": 8}
+        # Threads that wait for pages to arrive, and one for `live`, beside the one that computes.
+        options["groups"] = {"handoff": 8, "life": 1}
     return create_actor(
-        entry_point.load(), name, replace(template.config, name=name), num_gpus=template.num_gpus, **options
+        entry_point.load(),
+        name,
+        replace(template.config, name=name),
+        num_gpus=template.num_gpus,
+        max_restarts=-1,
+        **options,
     )
 
 

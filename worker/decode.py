@@ -103,6 +103,15 @@ class DecodeEngine:
         """Capture every bucket."""
         self._runner.prepare()
 
+    def reset(self) -> None:
+        """Drop all sequences, and what has come for those that have not. Their pages are touched no more."""
+        if self._under_way is not None:
+            self._under_way.ticket.result()
+            self._under_way = None
+        for kept in (self._running, self._cancelled_early, self._grants_early, self._released, self._failed):
+            kept.clear()
+        self._pool.num_running = 0
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     PageGrant,
+    PoolHandle,
     SequenceRef,
     StepReport,
     WorkerConfig,
@@ -28,35 +30,64 @@ if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
     from worker.events import EventSender
     from worker.handoff.receiver import Receiver
+    from worker.kv_pool import KVPool
+    from worker.model import Model
 
 
 class DecodeWorker:
     """Owns KV pages and decodes the sequences in them. `run` steps; the other calls only leave it commands."""
 
-    # Imports of torch are in `load`, for the reason given in prefill_actor.
+    # Imports of torch are in `make_pool`, for the reason given in prefill_actor.
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         # Only the thread in `run` touches the engine; commands reach it through this queue.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._model: Model
         self._engine: DecodeEngine
         self._figures: WorkerFigures
         self._sender: EventSender
+        self._pool: KVPool
         self._receiver: Receiver
+        self._handle: PoolHandle | None = None
+        self._load_seconds = 0.0
+        self._info: DecodeWorkerInfo | None = None
+        self._stepping = threading.Lock()
 
     def __repr__(self) -> str:
         return f"DecodeWorker({self._config.name}, {self._config.model_name})"
 
-    def load(self) -> DecodeWorkerInfo:
-        """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason."""
+    def load(self, fence_epoch: int = 0) -> DecodeWorkerInfo:
+        """Load the model and allocate the KV pages, unless `make_pool` has, and warm up.
+
+        A worker that is loaded drops what it does for a scheduler that is gone. Leases older than `fence_epoch` are
+        refused from then on. Raises `ConfigError` with the reason.
+        """
+        if self._info is None:
+            self._info = self._load()
+            return self._info
+        self._commands.put(None)
+        with self._stepping:
+            while not self._commands.empty():
+                self._commands.get()
+            self._engine.reset()
+            self._pool.fence(fence_epoch)
+        return self._info
+
+    def make_pool(self) -> PoolHandle:
+        """Load the model and allocate the KV pages, unless that is done. Raises `ConfigError` with the reason.
+
+        Prefill workers can open the pool while `load` does the rest.
+        """
         from worker import startup
-        from worker.decode import DecodeEngine
         from worker.events import EventSender
         from worker.kv_pool import KVPool
 
+        if self._handle is not None:
+            return self._handle
         config, started = self._config, time.perf_counter()
-        model = startup.load(config)
-        pool, handle = KVPool.create(
+        self._model = model = startup.load(config)
+        self._pool, handle = KVPool.create(
             model.kv_spec,
             name=config.name,
             num_pages=startup.choose_num_pages(model, config),
@@ -71,10 +102,18 @@ class DecodeWorker:
             host = "127.0.0.1"
             if config.takes_remote_pages == "node":
                 host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            self._receiver = Receiver(pool, name=config.name, host=host)
+            self._receiver = Receiver(self._pool, name=config.name, host=host)
             handle = replace(handle, endpoint=self._receiver.endpoint)
+        self._handle, self._load_seconds = handle, time.perf_counter() - started
+        return handle
+
+    def _load(self) -> DecodeWorkerInfo:
+        from worker.decode import DecodeEngine
+
+        config, handle = self._config, self.make_pool()
+        started, model = time.perf_counter(), self._model
         self._engine = DecodeEngine(
-            model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
+            model, self._pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
         self._engine.prepare()
         self._figures = WorkerFigures("decode", config.name, model=config.model_name)
@@ -84,7 +123,7 @@ class DecodeWorker:
             pool=handle,
             max_num_seqs=config.max_num_seqs,
             device=model.device.type,
-            load_seconds=time.perf_counter() - started,
+            load_seconds=self._load_seconds + time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
         )
 
@@ -107,16 +146,25 @@ class DecodeWorker:
         """Make `run` return after its step."""
         self._commands.put(None)
 
-    def run(self) -> None:
-        """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure."""
+    def run(self, run_id: int = 0) -> None:
+        """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure.
+
+        Reports carry `run_id`. An error ends the process: what it holds cannot be trusted.
+        """
+        from worker.failures import end_process
+
         scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         numbers = count(1)
-        while self._obey():
-            outcome = self._engine.step()
-            self._sender.send(outcome.events)
-            report = self._report(outcome, next(numbers))
-            scheduler.step_done.remote(report)
-            self._figures.stepped(report)
+        with self._stepping:
+            try:
+                while self._obey():
+                    outcome = self._engine.step()
+                    self._sender.send(outcome.events)
+                    report = self._report(outcome, run_id, next(numbers))
+                    scheduler.step_done.remote(report)
+                    self._figures.stepped(report)
+            except Exception as error:
+                end_process(self._config.name, error)
 
     def _obey(self) -> bool:
         """Carry out the commands that wait, or wait for one if there is nothing to step. False means stop."""
@@ -129,7 +177,7 @@ class DecodeWorker:
                 return False
             command()
 
-    def _report(self, outcome: StepOutcome, number: int) -> StepReport:
+    def _report(self, outcome: StepOutcome, run_id: int, number: int) -> StepReport:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
@@ -146,4 +194,5 @@ class DecodeWorker:
             bucket=outcome.bucket,
             eager_reason=outcome.eager_reason,
             number=number,
+            run_id=run_id,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -149,7 +150,7 @@ class KVPool:
             address=f"/proc/{os.getpid()}/fd/{fd}",
             device_memory=cuda_ipc.share(memory) if on_gpu else "",
             device_type=device.type,
-            incarnation=os.getpid(),
+            incarnation=time.time_ns(),
             num_pages=num_pages,
             page_size=page_size,
             size_bytes=size_bytes,
@@ -218,6 +219,11 @@ class KVPool:
                 for page in lease.page_ids:
                     self._epoch_view[page] = lease.epoch
         return refused
+
+    def fence(self, epoch: int) -> None:
+        """Refuse all leases that are older than this epoch, in every process that has the pool."""
+        with self._lock:
+            np.maximum(self._epochs, epoch, out=self._epochs)
 
     def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
         """Return the errors of leases, by place, of which a page was not last claimed under exactly their epoch."""

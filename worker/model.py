@@ -16,8 +16,10 @@ from graphs.buckets import Bucket
 from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
-from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, HostPass, HostStep, PagedPass
+from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
+from worker.fused_layers import fuse_layers
 from worker.grammar import Grammars
+from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
@@ -47,8 +49,18 @@ class ModelSource:
 class Model:
     """A decoder-only transformers model whose attention reads and writes KV pages."""
 
-    def __init__(self, model: PreTrainedModel, kv_spec: KVSpec, info: ModelInfo, folder: Path) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv_spec: KVSpec,
+        info: ModelInfo,
+        folder: Path,
+        *,
+        cuts_rows: bool = False,
+    ) -> None:
+        """`cuts_rows` says that the last layer goes on with those rows only of which logits are wanted."""
         self._model = model
+        self._cuts_rows = cuts_rows
         self._compiled: Callable[..., torch.Tensor] | None = None
         self.kv_spec = kv_spec
         self.info = info
@@ -117,15 +129,22 @@ class Model:
         is_step: bool = False,
     ) -> torch.Tensor:
         """`kept` are the positions of which logits are wanted; 0 stands for all, as in transformers."""
+        cut = {}
+        if self._cuts_rows and isinstance(kept, torch.Tensor):
+            if not is_step:
+                # oneDNN adds up a single row in another order than one of many.
+                cut["kept"] = kept if len(kept) > 1 else kept.expand(2)
+            kept = 0
         output = self._model(
             input_ids=inputs.token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=kept,
             paged=_make_pass(inputs, pool, is_step=is_step),
+            **cut,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits
+        return logits[: inputs.num_cached.shape[0]] if cut else logits
 
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
@@ -148,6 +167,7 @@ class Model:
 
 def _make_pass(inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
     if pool.device.type == "cpu":
+        flush_denormals()
         return HostStep(inputs, pool) if is_step else HostPass(inputs, pool)
     return CudaStep(inputs, pool) if is_step else CudaPass(inputs, pool)
 
@@ -173,11 +193,14 @@ def load_model(source: ModelSource) -> Model:
     generator = torch.Generator().manual_seed(0)
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
     own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
+    fused_layers: frozenset[int] = frozenset()
+    if model.device.type == "cpu":
+        fused_layers = fuse_layers(model, sequence.unsqueeze(0))
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
         keep_freed_memory()
-    loaded = Model(model, kv_spec, info, source.folder)
+    loaded = Model(model, kv_spec, info, source.folder, cuts_rows=len(kv_spec.layers) - 1 in fused_layers)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
 
@@ -195,7 +218,8 @@ def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:
 
 def _read_config(source: ModelSource) -> PreTrainedConfig:
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder)
+        # Said, because transformers would ask at a terminal whether the folder's code may run.
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source.name}: transformers cannot read its config: {error}") from error
     if config.is_encoder_decoder:
@@ -238,7 +262,7 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
             torch.manual_seed(_DUMMY_SEED)
             with torch.device(source.device):  # a GPU makes random numbers much faster
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                    config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
                 )
         else:
             model = AutoModelForCausalLM.from_pretrained(
@@ -247,6 +271,7 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
                 device_map=source.device,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())

@@ -7,6 +7,8 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 _NUM_ROWS = 128
 """Rows for which oneDNN chooses the order. Products of 1 to 512 rows are fast in the order that it takes for 128."""
 
@@ -20,13 +22,14 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if _is_packable(layer):
+            if is_packable(layer):
                 setattr(parent, name, PackedLinear(layer))
                 count += 1
     return count
 
 
-def _is_packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def is_packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is a plain linear layer that oneDNN can compute as well on this processor."""
     # Exactly `nn.Linear`: a subclass may compute something else.
     if type(layer) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False
@@ -36,18 +39,44 @@ def _is_packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in oneDNN's own order. Where the weight is nobody else's, its old order is freed."""
+    """Linear layers of one input as one, in oneDNN's own order.
 
-    def __init__(self, layer: nn.Linear) -> None:
+    Where a weight is nobody else's, its old order is freed. All methods take ``[..., in]`` and return ``[..., out]``,
+    the outputs of several layers one after the other.
+    """
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        """The layers must be alike but for their outputs."""
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _NUM_ROWS)
+        self.in_features = layers[0].in_features
+        self.out_features = sum(layer.out_features for layer in layers)
+        weights = [layer.weight.detach() for layer in layers]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS)
         self.register_buffer("packed", packed, persistent=False)
-        self.bias = layer.bias
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.register_buffer("bias", torch.cat(biases) if biases else None, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., out]`` for ``[..., in]``."""
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self.packed, self.bias, "none", [], ""
-        )
+        """Return the product."""
+        return self._compute(inputs, "none")
+
+    def silu(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the SiLU of the product."""
+        return self._compute(inputs, "swish")
+
+    def plus(self, inputs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the product plus `other`."""
+        return self._combine(inputs, other, "add")
+
+    def times(self, inputs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the product, each element of it times that of `other`."""
+        return self._combine(inputs, other, "mul")
+
+    def _compute(self, inputs: torch.Tensor, activation: str) -> torch.Tensor:
+        output: torch.Tensor = _linear(inputs, self.packed, self.bias, activation, [], "")
+        return output
+
+    def _combine(self, inputs: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
+        output: torch.Tensor = _linear_binary(inputs, other, self.packed, self.bias, operation)
         return output

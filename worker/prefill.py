@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphs.buckets import BucketLadder
 from graphs.layout import SlotInput
 from graphs.runner import BucketReport
-from scheduler.errors import ConfigError, HandoffError, InvalidRequestError, PurefillError
+from scheduler.errors import (
+    ConfigError,
+    HandoffError,
+    InvalidRequestError,
+    PurefillError,
+    StaleLeaseError,
+    WorkerFailedError,
+)
 from scheduler.messages import (
     HandoffResult,
     PoolHandle,
@@ -17,6 +26,7 @@ from scheduler.messages import (
     PrefillResult,
     Request,
 )
+from worker.failures import is_fatal
 from worker.flops import PrefillCost
 from worker.handoff.base import Handoff, Writing
 from worker.handoff.choose import choose_transport
@@ -26,8 +36,17 @@ from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
-from worker.prefill_plan import Segment, merge_handoffs, merge_results, plan_passes, split_batch
+from worker.prefill_plan import (
+    Segment,
+    failed_result,
+    merge_handoffs,
+    merge_results,
+    plan_passes,
+    split_batch,
+)
 from worker.prefill_submitted import Arriving, Launched, SubmittedPrefill
+
+_LOG = logging.getLogger(__name__)
 
 
 class PrefillEngine:
@@ -54,6 +73,7 @@ class PrefillEngine:
         self._staging: Staging | None = None
         self._handoffs: dict[str, Handoff] = {}
         self._runners: dict[str, ModelRunner] = {}
+        self._open: dict[str, PoolHandle] = {}
         self._arrivals: dict[int, list[Arriving]] = {}
         """Of batches that are computed: what is still on its way."""
 
@@ -62,6 +82,16 @@ class PrefillEngine:
 
         Raises `ConfigError` if there is none, or if the pool does not fit this model.
         """
+        self.detach(handle.decode_worker)
+        reports = self._attach(handle)
+        self._open[handle.decode_worker] = handle
+        return reports
+
+    def has_open(self, handle: PoolHandle) -> bool:
+        """Whether this very pool was attached: a decode worker that starts again has another one."""
+        return self._open.get(handle.decode_worker) == handle
+
+    def _attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
         transport = choose_transport(
             handle, node_id=self._node_id, device_type=self.model.device.type, wanted=self._wanted
         )
@@ -98,6 +128,7 @@ class PrefillEngine:
         """Forget a decode worker that is gone. Nothing happens if it is not known."""
         handoff = self._handoffs.pop(decode_worker, None)
         self._runners.pop(decode_worker, None)
+        self._open.pop(decode_worker, None)
         if handoff is not None:
             handoff.close()
 
@@ -140,10 +171,26 @@ class PrefillEngine:
         return list({id(runner): runner for runner in self._runners.values()}.values())
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
-        """Compute a batch. An item whose lease is stale fails alone; the others do not notice.
+        """Compute a batch. An item whose lease is stale, or that cannot be computed, fails alone.
 
-        If `PrefillResult.handoff_pending`, `handed_off` says later what became of the pages.
+        If `PrefillResult.handoff_pending`, `handed_off` says later what became of the pages. Raises what the process
+        cannot go on after (`is_fatal`).
         """
+        if batch.decode_worker not in self._handoffs:
+            gone = StaleLeaseError(f"{batch.decode_worker} is gone, and its pages with it")
+            return failed_result(self.name, batch, gone)
+        try:
+            return self._run(batch)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _LOG.exception("batch %d of %d requests", batch.batch_id, len(batch.items))
+            if len(batch.items) == 1:
+                return failed_result(self.name, batch, WorkerFailedError(f"{type(error).__name__}: {error}"))
+        # One of them is bad. What was computed is computed again, to the same pages.
+        return merge_results([self.run(replace(batch, items=(item,))) for item in batch.items])
+
+    def _run(self, batch: PrefillBatch) -> PrefillResult:
         handoff = self._handoffs[batch.decode_worker]
         parts = [batch]
         if handoff.max_pages is not None:

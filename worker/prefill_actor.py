@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class PrefillWorker:
         self._engine: PrefillEngine
         self._figures: WorkerFigures
         self._sender: EventSender
+        self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
 
     def __repr__(self) -> str:
@@ -56,8 +58,33 @@ class PrefillWorker:
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
         """Load the model, unless `load_model` has, open the decode workers' pools and warm up.
 
-        Raises `ConfigError` with the reason.
+        Raises `ConfigError` with the reason. A worker that is loaded only opens the pools that it does not have open.
         """
+        if self._info is None:
+            self._info = self._load()
+        started = time.perf_counter()
+        bucket_seconds = dict(self._info.bucket_seconds)
+        for pool in pools:
+            if self._engine.has_open(pool):
+                continue
+            reports = self._engine.attach(pool)
+            if self._engine.model.device.type == "cuda":
+                from worker import startup
+
+                startup.log_buckets(self._config.name, reports)
+            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
+        self._info = replace(
+            self._info,
+            buckets=tuple(bucket_seconds),
+            graph_bytes=self._engine.buffer_bytes,
+            uses_cuda_graphs=self._engine.uses_graphs,
+            bucket_seconds=bucket_seconds,
+            warmup_seconds=self._info.warmup_seconds + time.perf_counter() - started,
+            transports=self._engine.transports,
+        )
+        return self._info
+
+    def _load(self) -> PrefillWorkerInfo:
         from worker import startup
         from worker.events import EventSender
         from worker.flops import peak_flops
@@ -65,7 +92,7 @@ class PrefillWorker:
 
         if self._model is None:
             self.load_model()
-        config, model, loaded = self._config, self._model, time.perf_counter()
+        config, model = self._config, self._model
         assert model is not None
         ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name)
@@ -77,25 +104,18 @@ class PrefillWorker:
             node_id=ray.get_runtime_context().get_node_id(),
             handoff_transport=config.handoff_transport,
         )
-        bucket_seconds: dict[str, float] = {}
-        for pool in pools:
-            reports = self._engine.attach(pool)
-            if model.device.type == "cuda":
-                startup.log_buckets(config.name, reports)
-            bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         peak = peak_flops(model.device, model.kv_spec.dtype)
         self._figures = WorkerFigures("prefill", config.name, model=config.model_name, peak_flops=peak)
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
-            buckets=tuple(bucket_seconds),
-            graph_bytes=self._engine.buffer_bytes,
-            uses_cuda_graphs=self._engine.uses_graphs,
-            bucket_seconds=bucket_seconds,
+            buckets=(),
+            graph_bytes=0,
+            uses_cuda_graphs=False,
+            bucket_seconds={},
             device=model.device.type,
             load_seconds=self._load_seconds,
-            warmup_seconds=time.perf_counter() - loaded,
-            transports=self._engine.transports,
+            warmup_seconds=0.0,
             peak_flops=peak,
         )
 
@@ -112,7 +132,12 @@ class PrefillWorker:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
         taken = time.perf_counter()
         time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
-        result = self._engine.run(batch)
+        try:
+            result = self._engine.run(batch)
+        except Exception as error:
+            from worker.failures import end_process
+
+            end_process(self._config.name, error)
         self._pacer.computed(result.seconds, time.monotonic())
         prefill_s = time.perf_counter() - taken
         self._sender.send(
@@ -146,3 +171,8 @@ class PrefillWorker:
         handoff = self._engine.handed_off(batch_id)
         self._figures.handed_off(handoff)
         return handoff
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never return. The scheduler waits for this call: its end is how it learns that an idle worker died."""
+        threading.Event().wait()

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from scheduler.messages import HandoffResult, PrefillBatch, PrefillItem, PrefillResult
+from scheduler.errors import PurefillError
+from scheduler.messages import HandoffResult, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult
 
 
 class Segment(NamedTuple):
@@ -51,6 +52,23 @@ def split_batch(batch: PrefillBatch, max_pages: int, page_size: int) -> list[Pre
         parts[-1].append(item)
         room -= num_pages
     return [replace(batch, items=tuple(items)) for items in parts]
+
+
+def failed_result(worker: str, batch: PrefillBatch, error: PurefillError) -> PrefillResult:
+    """Return the result of a batch of which nothing was computed."""
+    return PrefillResult(
+        batch_id=batch.batch_id,
+        worker=worker,
+        outcomes=tuple(
+            PrefillOutcome(
+                request_id=item.request.request_id, error_label=error.label, error_message=str(error)
+            )
+            for item in batch.items
+        ),
+        num_tokens=0,
+        padding_tokens=0,
+        replays={},
+    )
 
 
 def merge_results(results: Sequence[PrefillResult]) -> PrefillResult:

@@ -60,17 +60,11 @@ class SubmittedPrefill:
         """Wait for the batch and return what became of its items."""
         chosen: dict[str, PrefillOutcome] = {}
         buckets: Counter[str] = Counter()
-        num_tokens = padding = 0
-        for segments, ticket in self.launched.passes:
-            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            report = ticket.report()
-            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
-                request = self.batch.items[segment.item].request
-                chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
-            pass_tokens = sum(segment.end - segment.start for segment in segments)
-            buckets[str(ticket.bucket)] += 1
-            num_tokens += pass_tokens
-            padding += ticket.bucket.num_tokens - pass_tokens
+        try:
+            num_tokens, padding = self._take_passes(chosen, buckets)
+        except BaseException:
+            self.handoff.finish(self.writing)  # Whatever it holds, its pages come back.
+            raise
         seconds = time.perf_counter() - self.started
         arriving = Arriving(
             worker=self.worker,
@@ -104,6 +98,21 @@ class SubmittedPrefill:
             handoff=None if is_pending else arriving.result(),
             handoff_pending=is_pending,
         )
+
+    def _take_passes(self, chosen: dict[str, PrefillOutcome], buckets: Counter[str]) -> tuple[int, int]:
+        """Wait for the passes; return the tokens that were computed, and those that were padding."""
+        num_tokens = padding = 0
+        for segments, ticket in self.launched.passes:
+            # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
+            report = ticket.report()
+            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
+                request = self.batch.items[segment.item].request
+                chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
+            pass_tokens = sum(segment.end - segment.start for segment in segments)
+            buckets[str(ticket.bucket)] += 1
+            num_tokens += pass_tokens
+            padding += ticket.bucket.num_tokens - pass_tokens
+        return num_tokens, padding
 
     def _outcome(
         self,

@@ -121,8 +121,10 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel(
                 title="Journal lag",
                 unit="s",
-                help="Age of the oldest change that the journal does not hold yet.",
-                targets=((f"max (purefill_journal_lag_seconds{{{_MODEL}}})", "lag"),),
+                help="How long the oldest token waits that is to be written into the journal.",
+                targets=(
+                    (f"max by (api_server) (purefill_journal_lag_seconds{{{_MODEL}}})", "{{api_server}}"),
+                ),
             ),
         ),
     ),
@@ -344,6 +346,18 @@ ALERTS: dict[str, tuple[str, str, str, str]] = {
         "30m",
         "info",
         "Most of what prefill computes is padding: other --graph-config capture_tokens, or larger batches.",
+    ),
+    "PurefillJournalDown": (
+        "min by (model, api_server) (purefill_journal_up) == 0",
+        "1m",
+        "critical",
+        "{{ $labels.api_server }} cannot reach its journal.",
+    ),
+    "PurefillUnjournaled": (
+        "sum by (model) (increase(purefill_unjournaled_requests[10m])) > 0",
+        "0m",
+        "warning",
+        "{{ $value }} requests went on without the journal.",
     ),
     "PurefillJournalLags": (
         "max by (model) (purefill_journal_lag_seconds) > 5",

@@ -23,7 +23,10 @@ from scheduler.api.engine import Engine
 from scheduler.api.errors import INTERNAL_ERROR, error_response
 from scheduler.api.fields import shorten
 from scheduler.api.generation import GenerationStarter
-from scheduler.api.openapi import OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
+from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket, make_ticket
+from scheduler.api.journaling import Journaling
+from scheduler.api.open_requests import OpenRequests
+from scheduler.api.openapi import KEYED, OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.request_log import RequestLog, log_prompt
 from scheduler.api.service_protocol import (
@@ -36,6 +39,7 @@ from scheduler.api.service_protocol import (
     LoadResponse,
     ModelCard,
     ModelList,
+    ReadyResponse,
     StatusResponse,
     TokenizeChatRequest,
     TokenizeResponse,
@@ -50,6 +54,9 @@ from scheduler.observe.registry import Registry
 from scheduler.observe.traces import SpanRecorder
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+_OPEN_BODY_BYTES = 256 * 2**20
+_OPEN_BODIES = 4
+"""Room for this many bodies of the largest size, or for so many bytes, if that is more."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +68,12 @@ class AppSettings:
     model_names: tuple[str, ...]
     """Names by which the model is called."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Who calls anything that computes must send one of them; none: everybody may."""
+    """Digests of keys, as `key_digest` makes them: whoever wants anything computed sends one. None: everybody may."""
     max_body_bytes: int = 16 * 2**20
+    client_timeout_s: float = 60.0
+    """Longest that a client may take to send a body."""
+    max_concurrent_requests: int = 2048
+    """Requests with a body that are served at once."""
     request_timeout_s: float | None = None
     """Longest that a completion may take; None: any time."""
     cors_origins: tuple[str, ...] = ()
@@ -85,6 +96,7 @@ class _Parts:
     starter: GenerationStarter
     bodies: BodyReader
     settings: AppSettings
+    journaling: Journaling | None
 
 
 def create_app(
@@ -93,13 +105,14 @@ def create_app(
     settings: AppSettings,
     *,
     chat_template: ChatTemplate | None = None,
+    journaling: Journaling | None = None,
     registry: Registry | None = None,
     recorder: SpanRecorder | None = None,
 ) -> ASGIApp:
     """Return the application that serves `engine`.
 
-    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty. `registry` is where
-    it counts, and `recorder` makes spans of requests.
+    `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty. Without
+    `journaling`, `Idempotency-Key` means nothing. `registry` is where it counts; `recorder` makes spans of requests.
     """
     registry = Registry() if registry is None else registry
     encoder = PromptEncoder(engine.model, tokenizer, chat_template)
@@ -108,17 +121,21 @@ def create_app(
         encoder,
         tokenizer,
         settings.model_names,
+        journaling=journaling,
         timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
         registry=registry,
     )
+    if journaling is not None:
+        journaling.resume_with(starter.resume)
     parts = _Parts(
         engine=engine,
         tokenizer=tokenizer,
         encoder=encoder,
         starter=starter,
-        bodies=BodyReader(settings.max_body_bytes),
+        bodies=BodyReader(settings.max_body_bytes, settings.client_timeout_s),
         settings=settings,
+        journaling=journaling,
     )
     app = FastAPI(title="purefill", version=version("purefill"), docs_url=None, redoc_url=None)
     _add_error_handlers(app)
@@ -126,18 +143,23 @@ def create_app(
     _add_generation_routes(app, parts)
     _add_model_routes(app, parts)
     _add_token_routes(app, parts)
-    _add_service_routes(app, engine)
+    _add_service_routes(app, engine, journaling)
     if settings.serves_metrics:
         _add_metrics_route(app, engine)
     _add_docs(app)
-    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), OPEN_PATHS), registry, recorder)
+    bounded = OpenRequests(
+        app,
+        max_requests=settings.max_concurrent_requests,
+        max_body_bytes=max(_OPEN_BODY_BYTES, _OPEN_BODIES * settings.max_body_bytes),
+    )
+    asgi: ASGIApp = RequestLog(KeyGuard(bounded, ApiKeys(settings.api_keys), OPEN_PATHS), registry, recorder)
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", KEY_HEADER, REPLAYED_HEADER],
         )
     return asgi
 
@@ -145,39 +167,49 @@ def create_app(
 def _add_generation_routes(app: FastAPI, parts: _Parts) -> None:
     """Add the routes that compute tokens, and the one that stops them."""
 
-    async def generate(body: GenerationRequest, request: Request) -> Response:
-        generation = await parts.starter.start(body, request.state.key_digest)
+    def ticket_of(request: Request, value: Any) -> Ticket | None:
+        key = request.headers.get(KEY_HEADER)
+        # Without a journal that outlives this process, only a client's own key is worth anything.
+        if parts.journaling is None or (key is None and not parts.journaling.is_durable):
+            return None
+        return make_ticket(key, key_digest=request.state.key_digest, path=request.url.path, value=value)
+
+    async def generate(model: type[GenerationRequest], request: Request) -> Response:
+        value = await parts.bodies.read(request)
+        body: GenerationRequest = parse_as(value, model)
+        ticket = ticket_of(request, value)
+        generation = await parts.starter.start(body, request.state.key_digest, ticket)
         request.state.answer_id = generation.answer_id
         request.state.timeline = generation.timeline
         if parts.settings.log_prompts:
             log_prompt(generation.answer_id, body.model_dump(include={"prompt", "messages"}))
         if body.stream:
-            return EventStream(generation.frames(), generation.close)
+            return EventStream(generation.frames(), generation.close, generation.headers)
         try:
             answer = await until_disconnect(request.receive, generation.answer())
         finally:
             await generation.close()
-        return Response(answer, media_type="application/json")
+        return Response(answer, media_type="application/json", headers=dict(generation.headers))
 
     @app.post(
         "/v1/completions",
         response_model=CompletionResponse,
         responses=ERRORS | stream_of(CompletionResponse),
-        openapi_extra=body_of(CompletionRequest),
+        openapi_extra=body_of(CompletionRequest) | KEYED,
     )
     async def create_completion(request: Request) -> Response:
         """Complete each prompt, as one answer or as a stream of server-sent events."""
-        return await generate(await parts.bodies.parse(request, CompletionRequest), request)
+        return await generate(CompletionRequest, request)
 
     @app.post(
         "/v1/chat/completions",
         response_model=ChatResponse,
         responses=ERRORS | stream_of(ChatChunk),
-        openapi_extra=body_of(ChatRequest),
+        openapi_extra=body_of(ChatRequest) | KEYED,
     )
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation, as one answer or as a stream of server-sent events."""
-        return await generate(await parts.bodies.parse(request, ChatRequest), request)
+        return await generate(ChatRequest, request)
 
     @app.delete("/v1/requests/{completion_id}", responses=ERRORS)
     async def delete_request(completion_id: str, request: Request) -> DeletedRequest:
@@ -232,7 +264,9 @@ def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
         else:
             body = parse_as(value, TokenizeTextRequest)
             tokenizer = tokenizer_for(body.model)
-            (tokens,) = await tokenizer.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+            (tokens,) = await parts.encoder.encode_texts(
+                [body.prompt], "prompt", add_special_tokens=body.add_special_tokens
+            )
         texts = [tokenizer.token_bytes(i).decode(errors="replace") for i in tokens]
         return TokenizeResponse(
             count=len(tokens),
@@ -246,17 +280,22 @@ def _add_token_routes(app: FastAPI, parts: _Parts) -> None:
         """Return the text of tokens."""
         body = await parts.bodies.parse(request, DetokenizeRequest)
         tokenizer = tokenizer_for(body.model)
+        if len(body.tokens) > (most := parts.engine.model.max_model_len):
+            raise InvalidRequestError(
+                f"tokens must hold at most {most} token ids, the model's context length, got {len(body.tokens)}",
+                param="tokens",
+            )
         check_vocabulary(tuple(body.tokens), parts.engine.model, "tokens", "tokens")
         text = await tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return DetokenizeResponse(prompt=text)
 
 
-def _add_service_routes(app: FastAPI, engine: Engine) -> None:
+def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | None) -> None:
     """Add the routes for those who run the service."""
 
     # Some benchmark clients ask with HEAD whether there is anything to get.
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health", response_class=Response, responses=ERRORS)
     async def health() -> Response:
         """Answer 200 while the process serves, 503 once it knows that the scheduler is gone."""
         await engine.check_health()
@@ -264,10 +303,15 @@ def _add_service_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=ERRORS)
-    async def ready() -> Response:
-        """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason."""
+    async def ready() -> ReadyResponse:
+        """Answer 200 while all workers live and, if there is anything to do, make progress; 503 with the reason.
+
+        503 too while the journal is away and new requests are refused for that.
+        """
+        if journaling is not None:
+            journaling.check_ready()
         await engine.check_ready()
-        return Response()
+        return ReadyResponse(journal="memory" if journaling is None else journaling.state)
 
     @app.get("/load", responses=ERRORS)
     async def load() -> LoadResponse:
@@ -337,7 +381,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        message = f"{error.detail}: {request.method} {shorten(request.url.path)}"
         info = ErrorInfo(message=message, type="invalid_request_error", param=None, code=None)
         return JSONResponse(
             ErrorResponse(error=info).model_dump(), status_code=error.status_code, headers=error.headers

@@ -16,8 +16,9 @@ from scheduler.errors import AuthenticationError
 class ApiKeys:
     """Knows the valid API keys, as digests. Without any, everybody may come in."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+    def __init__(self, digests: Iterable[str]) -> None:
+        """`digests` are those that `key_digest` makes of the keys."""
+        self._digests = [bytes.fromhex(digest) for digest in digests]
 
     def check(self, authorization: str | None) -> str:
         """Return a name for the key in the value of the `Authorization` header, which does not tell the key.
@@ -58,6 +59,11 @@ class KeyGuard:
                 return
             scope.setdefault("state", {})["key_digest"] = digest
         await self._app(scope, receive, send)
+
+
+def key_digest(key: str) -> str:
+    """Return what an ApiServer knows of a key: its SHA-256, in hexadecimal."""
+    return _digest(key).hex()
 
 
 def _digest(key: str) -> bytes:

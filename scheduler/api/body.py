@@ -12,15 +12,13 @@ from starlette.requests import Request
 from scheduler.api.errors import validation_error
 from scheduler.errors import BodyTimeoutError, BodyTooLargeError, InvalidRequestError, RequestCancelledError
 
-_READ_TIMEOUT_S = 60.0
-
 M = TypeVar("M", bound=BaseModel)
 
 
 class BodyReader:
     """Reads bodies of at most some size."""
 
-    def __init__(self, max_bytes: int, timeout_s: float = _READ_TIMEOUT_S) -> None:
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
         """`timeout_s`: longest that a client may take to send its body."""
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s

@@ -16,6 +16,8 @@ from scheduler.errors import InvalidRequestError
 from scheduler.messages import FinishReason
 
 MAX_MESSAGES = 2048
+MAX_PARTS = 2048
+MAX_TOOL_CALLS = 128
 
 
 def _parse_content(value: Any) -> str:
@@ -24,6 +26,10 @@ def _parse_content(value: Any) -> str:
         return valid_unicode(value)
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         raise PydanticCustomError("content_type", "must be a string or a list of content parts")
+    if len(value) > MAX_PARTS:
+        raise PydanticCustomError(
+            "too_many", "must hold at most {limit} parts, got {got}", {"limit": MAX_PARTS, "got": len(value)}
+        )
     for part in value:
         if part.get("type") != "text":
             raise PydanticCustomError(
@@ -46,6 +52,7 @@ _CONTENT_SCHEMA: dict[str, Any] = {
                 "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
                 "required": ["type", "text"],
             },
+            "maxItems": MAX_PARTS,
         },
     ]
 }
@@ -79,7 +86,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_parse_content), WithJsonSchema(_CONTENT_SCHEMA)] = ""
     name: Unicode | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] = []
     tool_call_id: Unicode | None = None
 
     @model_validator(mode="before")

@@ -59,14 +59,25 @@ class Engine(Protocol):
         """Return if what is accepted makes progress. Raises UnavailableError otherwise, with the reason."""
 
 
+class Tap(Protocol):
+    """Told of everything that goes through a stream, as it comes and whether it is read or not."""
+
+    def took(self, position: int, event: TokenEvent) -> None:
+        """An event came, the next one of its request."""
+
+    def failed(self, error: RequestError) -> None:
+        """The stream ends with an error."""
+
+
 class _Sequence:
     """What came of one request: puts its events in order."""
 
-    __slots__ = ("early", "next_index", "position")
+    __slots__ = ("early", "next_index", "position", "token_ids")
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, next_index: int) -> None:
         self.position = position
-        self.next_index = 0
+        self.next_index = next_index
+        self.token_ids: list[int] = []
         self.early: dict[int, TokenEvent] = {}
 
 
@@ -77,11 +88,31 @@ class TokenStream:
     what came before, then the error.
     """
 
-    def __init__(self, request_ids: Iterable[str]) -> None:
-        self._open = {request_id: _Sequence(i) for i, request_id in enumerate(request_ids)}
+    def __init__(self, request_ids: Sequence[str], first_indexes: Sequence[int] | None = None) -> None:
+        """`first_indexes`: of each request's first event, where it is not 0."""
+        starts = first_indexes or [0] * len(request_ids)
+        self._open = {
+            request_id: _Sequence(i, start)
+            for i, (request_id, start) in enumerate(zip(request_ids, starts, strict=True))
+        }
         self._ready: list[tuple[int, TokenEvent]] = []
+        self._tap: Tap | None = None
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def attach(self, tap: Tap, positions: Sequence[int]) -> None:
+        """Give the requests these positions, and tell the tap of everything, also of what is there already.
+
+        To be called before the stream is read.
+        """
+        for sequence in self._open.values():
+            sequence.position = positions[sequence.position]
+        self._ready = [(positions[position], event) for position, event in self._ready]
+        self._tap = tap
+        for position, event in self._ready:
+            tap.took(position, event)
+        if self._error is not None:
+            tap.failed(self._error)
 
     def put(self, event: TokenEvent) -> bool:
         """Take an event, and return whether its request is complete. Repeats are dropped."""
@@ -96,17 +127,27 @@ class TokenStream:
         complete = False
         while not complete and (following := sequence.early.pop(sequence.next_index, None)):
             self._ready.append((sequence.position, following))
+            if self._tap is not None:
+                self._tap.took(sequence.position, following)
             sequence.next_index += 1
+            if following.token_id is not None:
+                sequence.token_ids.append(following.token_id)
             complete = following.finish_reason is not None
         if complete:
             del self._open[event.request_id]
         self._wake()
         return complete
 
+    def token_ids(self, request_id: str) -> tuple[int, ...]:
+        """Return the tokens of a request that is not complete, from its first index on and up to the first gap."""
+        return tuple(self._open[request_id].token_ids)
+
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, unless all of its requests are complete."""
         if self._open and self._error is None:
             self._error = error
+            if self._tap is not None:
+                self._tap.failed(error)
             self._wake()
 
     async def read(self, timeout_s: float | None = None) -> list[tuple[int, TokenEvent]]:
@@ -137,6 +178,11 @@ class TokenStream:
             self._waiter.set_result(None)
 
 
+def first_indexes(requests: Iterable[Request]) -> list[int]:
+    """Return the index of each request's next token."""
+    return [len(request.output_token_ids) for request in requests]
+
+
 class TokenRouter:
     """Owns the streams of all requests that are being computed. Does no I/O."""
 
@@ -147,9 +193,12 @@ class TokenRouter:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request_ids: Sequence[str]) -> TokenStream:
-        """Return a new stream for these requests. Must be called before they are submitted."""
-        stream = TokenStream(request_ids)
+    def open(self, request_ids: Sequence[str], first_indexes: Sequence[int] | None = None) -> TokenStream:
+        """Return a new stream for these requests. Must be called before they are submitted.
+
+        `first_indexes`: of each request's first event, where it is not 0.
+        """
+        stream = TokenStream(request_ids, first_indexes)
         for request_id in request_ids:
             assert request_id not in self._streams, f"request id {request_id} is used twice"
             self._streams[request_id] = stream
@@ -162,6 +211,13 @@ class TokenRouter:
             if stream is not None and stream.put(event):
                 del self._streams[event.request_id]
         self._note_if_empty()
+
+    def unfinished(self) -> dict[str, tuple[int, ...]]:
+        """Return the tokens that came so far for each request that is not complete."""
+        return {request_id: stream.token_ids(request_id) for request_id, stream in self._streams.items()}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
 
     def close(self, request_ids: Iterable[str]) -> list[str]:
         """Forget these requests, whose readers are gone. Returns those that were not complete."""

@@ -40,6 +40,7 @@ _MESSAGES: Mapping[str, str] = {
     "literal_error": "must be {expected}",
     "model_type": "must be an object",
     "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must not be empty",
     "too_long": "must hold at most {max_length} items",
     "too_short": "must not be empty",

@@ -12,6 +12,8 @@ from scheduler.errors import InvalidRequestError
 
 MAX_PROMPTS = 128
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_USER_CHARS = 512
 MAX_STOP_TOKENS = 128
 MAX_BANNED_TOKENS = 16
 """How many end tokens, the model's own included, `min_tokens` can keep away: workers have room for so many."""
@@ -90,6 +92,12 @@ def _parse_stops(value: Any) -> tuple[str, ...]:
         raise _too_many(f"{MAX_STOPS} strings", stops)
     if not all(stops):
         raise PydanticCustomError("empty", "must not hold an empty string")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        raise PydanticCustomError(
+            "stop_length",
+            "must hold strings of at most {limit} characters, got one of {got}",
+            {"limit": MAX_STOP_CHARS, "got": longest},
+        )
     return tuple(valid_unicode(stop) for stop in stops)
 
 
@@ -158,10 +166,11 @@ _PROMPT_SCHEMA: dict[str, Any] = {
         },
     ]
 }
+_STOP_STRING_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOP_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
+        _STOP_STRING_SCHEMA,
+        {"type": "array", "items": _STOP_STRING_SCHEMA, "maxItems": MAX_STOPS},
     ]
 }
 _LOGIT_BIAS_SCHEMA: dict[str, Any] = {

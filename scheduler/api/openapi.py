@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from scheduler.api.chat_protocol import ChatChunk, ChatRequest
 from scheduler.api.completion_protocol import CompletionRequest
+from scheduler.api.idempotency import KEY_HEADER, MAX_KEY_CHARS
 from scheduler.api.service_protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 _REF = "#/components/schemas/{model}"
@@ -35,6 +36,20 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
     schemas = [{"$ref": _REF.format(model=model.__name__)} for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+KEYED: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": KEY_HEADER,
+            "in": "header",
+            "required": False,
+            "description": "Whoever sends it again gets the same result, computed once.",
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
+        }
+    ]
+}
+"""What the schema says of routes whose requests can be repeated."""
 
 
 def stream_of(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from scheduler.api.fields import (
     DOCUMENTED,
+    MAX_USER_CHARS,
     STRICT,
     Float,
     Int,
@@ -118,7 +119,7 @@ class GenerationParams(BaseModel):
     """The class of the request. Smaller is served first."""
     ttft_slo_ms: Annotated[Float, Field(gt=0, le=MAX_TTFT_SLO_MS)] | None = None
     """Wished time from arrival to first token."""
-    user: str = ""
+    user: Annotated[str, Field(max_length=MAX_USER_CHARS)] = ""
     """Whose request it is: a user's requests share what the API key's are due."""
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     """The `id` of the answer, by which the request can be deleted while it runs. None: one is made."""

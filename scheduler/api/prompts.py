@@ -10,11 +10,15 @@ from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.completion_protocol import CompletionRequest
 from scheduler.api.output import Prompt, token_offsets
 from scheduler.api.params import GenerationParams
+from scheduler.api.reported import check_reported
 from scheduler.api.tokenizer import Detokenizer, NoDetokenizer, Tokenizer
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import ModelInfo
 
 GenerationRequest = CompletionRequest | ChatRequest
+
+_MAX_CUT_CHARS = 2**20
+"""What takes about a second to tokenise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +40,7 @@ class PromptEncoder:
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        chars = tokenizer.max_token_chars if tokenizer else None
-        self._max_chars = None if chars is None else chars * model.max_model_len
+        self._max_chars = tokenizer.max_token_chars * model.max_model_len if tokenizer else 0
 
     def size(self, body: GenerationRequest) -> PromptSize:
         """Return how much there is to tokenise."""
@@ -55,6 +58,7 @@ class PromptEncoder:
             encoded = [await self.encode_chat(body, may_be_cut=body.truncate_prompt_tokens is not None)]
         else:
             encoded = await self._encode_texts(body)
+        check_reported(body, [len(token_ids) for token_ids in encoded], self._model.max_model_len)
         prompts = []
         for i, token_ids in enumerate(encoded):
             where = (
@@ -93,17 +97,23 @@ class PromptEncoder:
     ) -> list[tuple[int, ...]]:
         """Return the tokens of texts from field `param`. Raises InvalidRequestError.
 
-        Texts that have more characters than the context's tokens can hold are refused before they are tokenised.
+        Texts that have more characters than the context's tokens can hold are refused before they are tokenised;
+        those that may be cut may have more, but not any number.
         """
         if self._tokenizer is None:
             raise InvalidRequestError(
                 f"{param} must be token ids: the served model has no tokenizer", param=param
             )
         longest = max(map(len, texts))
-        if self._max_chars is not None and longest > self._max_chars and not may_be_cut:
+        if longest > self._max_chars and not may_be_cut:
             raise InvalidRequestError(
                 f"{param} has {longest} characters, which is longer than the model's context length allows: "
                 f"{self._model.max_model_len} tokens have <= {self._max_chars} characters",
+                param=param,
+            )
+        if longest > (most := max(_MAX_CUT_CHARS, self._max_chars)):
+            raise InvalidRequestError(
+                f"{param} must have at most {most} characters to be cut to truncate_prompt_tokens, got {longest}",
                 param=param,
             )
         return await self._tokenizer.encode(texts, add_special_tokens=add_special_tokens)

@@ -22,6 +22,7 @@ from scheduler.observe.traces import SpanRecorder
 REQUEST_ID_HEADER = b"x-request-id"
 
 _current: ContextVar[str] = ContextVar("request_id", default="-")
+_MAX_PATH_CHARS = 256
 _VALID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 _GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -94,7 +95,7 @@ def _log_line(scope: Scope, status: int, seconds: float, state: Mapping[str, Any
     # A path may hold line ends.
     fields: dict[str, Any] = {
         "method": scope["method"],
-        "path": quote(scope["path"]),
+        "path": quote(scope["path"][:_MAX_PATH_CHARS]),
         "status": status,
         "seconds": round(seconds, 6),
     }

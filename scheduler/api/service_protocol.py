@@ -145,6 +145,15 @@ class StatusResponse(BaseModel):
     actors: list[ActorState]
 
 
+class ReadyResponse(BaseModel):
+    """The answer to `GET /ready`."""
+
+    model_config = DOCUMENTED
+
+    journal: Literal["memory", "up", "down"]
+    """Where accepted requests are kept: in memory, or in a journal that can be reached or not."""
+
+
 class VersionResponse(BaseModel):
     """The answer to `GET /version`."""
 

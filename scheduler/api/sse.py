@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -53,8 +53,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[str], close: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        frames: AsyncGenerator[str],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._frames = frames
         self._close = close

@@ -20,6 +20,7 @@ _INLINE_CHARS = 2048
 _INLINE_TOKENS = 1024
 """The same for decoding."""
 
+_NORMALISED_CHARS = 4
 _REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 _MAX_HELD_TOKENS = 32
@@ -64,11 +65,15 @@ class Tokenizer:
         return self._num_tokens_before
 
     @property
-    def max_token_chars(self) -> int | None:
-        """Most characters that one token stands for; None where a text may shrink before it is cut into tokens."""
-        if self._tokenizer.normalizer is not None or not self._is_byte_level:
-            return None
-        return max(map(len, self._all_bytes), default=1)
+    def max_token_chars(self) -> int:
+        """Most characters of a text that become one token.
+
+        Where a text is normalised before it is cut into tokens, an estimate: no normalisation of Unicode makes one
+        character of more than four.
+        """
+        longest = max(map(len, self._all_bytes), default=1)
+        is_exact = self._tokenizer.normalizer is None and self._is_byte_level
+        return longest if is_exact else _NORMALISED_CHARS * longest
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
         """Return the token ids of each text, with the special tokens that the model expects around a prompt.

@@ -207,8 +207,20 @@ START_TIME = _gauge(
     "When an actor's process began to serve, in seconds since 1970. Counters begin with the scheduler's.",
     *_WORKER,
 )
+JOURNAL_UP = _gauge(
+    "journal_up",
+    "1: the ApiServer could reach its journal the last time; also where requests are kept in memory.",
+    "api_server",
+)
 JOURNAL_LAG = _gauge(
-    "journal_lag_seconds", "Age of the oldest change that the journal does not hold yet; 0 without one."
+    "journal_lag_seconds",
+    "How long the oldest token waits that is to be written into the journal.",
+    "api_server",
+)
+UNJOURNALED = _gauge(
+    "unjournaled_requests",
+    "Requests that went on without the journal, as it was away, since the ApiServer started.",
+    "api_server",
 )
 BUILD_INFO = _gauge(
     "build_info", "Always 1; the labels say what runs.", "version", "ray", "torch", "device", "dtype"

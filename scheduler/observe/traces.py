@@ -89,7 +89,7 @@ class OtelRecorder:
                 for part, start, end in _parts(timeline, sequence):
                     self._add(parent, part, start + offset_s, end + offset_s, choice)
             self._add(parent, "detokenise", ended_at - timeline.text_s + offset_s, ended_at + offset_s, None)
-            if any(sequence.outcome not in ("stop", "length") for sequence in timeline.sequences):
+            if any(sequence.outcome not in ("stop", "length", None) for sequence in timeline.sequences):
                 span.set_status(trace.StatusCode.ERROR, timeline.outcome)
         span.end(end_time=_ns(ended_at + offset_s))
 

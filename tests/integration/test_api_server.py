@@ -7,14 +7,17 @@ import datetime
 import ipaddress
 import json
 import os
+import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 from cryptography import x509
@@ -27,6 +30,7 @@ from scheduler.api.app import AppSettings
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.server import ApiServer, ApiServerConfig, bind_shared
 from scheduler.errors import ConfigError, OverloadedError, UnavailableError
+from scheduler.host import reserved_port
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -37,6 +41,7 @@ from scheduler.messages import (
     Rejection,
     Request,
     SamplingParams,
+    SchedulerState,
     ServiceLoad,
     SubmitReply,
     TokenEvent,
@@ -44,6 +49,7 @@ from scheduler.messages import (
 )
 from scheduler.observe import catalogue
 from scheduler.observe.registry import Registry
+from scheduler.supervisor import Supervisor
 
 MODEL = ModelInfo(
     name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -65,6 +71,9 @@ class ScriptedScheduler:
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
         self.registry = Registry()
+        self.lives: set[tuple[str, int]] = set()
+        self.speaks = asyncio.Event()
+        self.speaks.set()
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
@@ -73,11 +82,23 @@ class ScriptedScheduler:
         answers = [await self._answer(group) for group in groups]
         return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> None:
+    async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
         self.registry.add(heartbeat.figures)
+        self.lives.add((heartbeat.api_server, heartbeat.life))
+        await self.speaks.wait()
+        return SchedulerState(life=1, num_deaths=0)
 
     async def refused(self) -> float:
         return self.registry.values(catalogue.REJECTIONS).get(("overloaded",), 0)
+
+    async def be_silent(self) -> None:
+        self.speaks.clear()
+
+    async def speak(self) -> None:
+        self.speaks.set()
+
+    async def lives_of(self, api_server: str) -> set[int]:
+        return {life for name, life in self.lives if name == api_server}
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -168,7 +189,9 @@ def scheduler() -> Iterator[Any]:
     ray.kill(actor)
 
 
-def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[Any, str]:
+def start_server(
+    name: str = "api-0", port: int = 0, max_restarts: int = 0, **options: Any
+) -> tuple[Any, str]:
     config = ApiServerConfig(
         name=name,
         host="127.0.0.1",
@@ -180,7 +203,9 @@ def start_server(name: str = "api-0", port: int = 0, **options: Any) -> tuple[An
         max_queued_tokens=4096,
         **options,
     )
-    actor: Any = ray.remote(ApiServer).options(name=name, num_cpus=0).remote(config)
+    actor: Any = (
+        ray.remote(ApiServer).options(name=name, num_cpus=0, max_restarts=max_restarts).remote(config)
+    )
     url: str = ray.get(actor.start.remote())
     return actor, url
 
@@ -190,6 +215,14 @@ def server(scheduler: Any) -> Iterator[tuple[Any, str]]:
     actor, url = start_server()
     yield actor, url
     ray.kill(actor)
+
+
+def is_api_server(process: psutil.Process) -> bool:
+    """Whether it is the process of an ApiServer of this test."""
+    title = process.info["cmdline"] or [""]
+    return title[0].startswith("ray::ApiServer") and process.pid in {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }
 
 
 def completion(url: str, *prompt: int, **fields: Any) -> httpx.Response:
@@ -376,10 +409,12 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
-def client_of(scheduler: Any, registry: Registry | None = None) -> SchedulerClient:
+def client_of(scheduler: Any, registry: Registry | None = None, **options: Any) -> SchedulerClient:
     admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
     registry = Registry() if registry is None else registry
-    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission, registry=registry)
+    return SchedulerClient(
+        scheduler, name="none", model=MODEL, admission=admission, registry=registry, **options
+    )
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
@@ -407,6 +442,37 @@ def test_what_is_counted_reaches_the_scheduler_once(scheduler: Any) -> None:
         assert not registry.values(catalogue.REJECTIONS)
 
     asyncio.run(run())
+
+
+def test_while_the_scheduler_is_silent_nothing_new_is_accepted(scheduler: Any) -> None:
+    """What was accepted waits on, and once the scheduler answers again all is as before."""
+
+    async def run() -> None:
+        client = client_of(scheduler, answer_timeout_s=0.2)
+        stream = await client.submit([request("a", 8)])
+        await scheduler.be_silent.remote()
+        watching = asyncio.create_task(client.watch())
+        while await is_healthy(client):
+            await scheduler.refused.remote()
+        with pytest.raises(UnavailableError):
+            await client.submit([request("b", 8)])
+        assert await stream.read(timeout_s=0) == []
+        await scheduler.speak.remote()
+        while not await is_healthy(client):
+            await scheduler.refused.remote()
+        await client.submit([request("c", 8)])
+        watching.cancel()
+        assert await scheduler.request_ids.remote() == ["a", "c"]
+
+    asyncio.run(run())
+
+
+async def is_healthy(client: SchedulerClient) -> bool:
+    try:
+        await client.check_health()
+    except UnavailableError:
+        return False
+    return True
 
 
 def test_requests_of_one_turn_travel_together_and_are_answered_apart(scheduler: Any) -> None:
@@ -441,6 +507,20 @@ def test_a_submission_that_is_given_up_is_cancelled_after_it_was_accepted(schedu
     asyncio.run(run())
 
 
+def test_a_submission_that_is_not_answered_in_time_is_refused_and_cancelled_once_it_is(
+    scheduler: Any,
+) -> None:
+    async def run() -> None:
+        client = client_of(scheduler, submit_timeout_s=0.01)
+        with pytest.raises(UnavailableError, match=r"did not accept the request within 0.01 s"):
+            await client.submit([request("a", 7), request("b", 7)])
+        await scheduler.wait_for_submissions.remote(1)
+        await scheduler.release.remote()
+        assert await scheduler.wait_for_cancelled.remote(2) == ["a", "b"]
+
+    asyncio.run(run())
+
+
 def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
     async def run() -> None:
         client = client_of(scheduler)
@@ -455,6 +535,24 @@ def test_without_a_scheduler_nothing_is_accepted(scheduler: Any) -> None:
         await client.cancel(["a"])
 
     asyncio.run(run())
+
+
+def test_a_server_that_hangs_is_ended_and_comes_back_at_its_port(scheduler: Any) -> None:
+    with reserved_port("127.0.0.1", 0) as port:
+        actor, url = start_server(port=port, max_restarts=-1)
+        said: list[str] = []
+        supervisor = Supervisor(scheduler, [actor], hang_s=1.0, say=said.append)
+        try:
+            assert completion(url, 1).status_code == 200
+            (process,) = (p for p in psutil.process_iter(["cmdline"]) if is_api_server(p))
+            process.send_signal(signal.SIGSTOP)
+            while "api-0 is back" not in said:
+                supervisor.look(time.monotonic())
+            assert httpx.get(f"{url}/ready").status_code == 200
+            assert completion(url, 1).status_code == 200
+            assert len(ray.get(scheduler.lives_of.remote("api-0"))) == 2
+        finally:
+            ray.kill(actor)
 
 
 def test_a_server_that_drains_finishes_what_runs_and_refuses_the_rest(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from scheduler.config import GraphConfig, ServeConfig
 from scheduler.errors import ConfigError
+from scheduler.journal.settings import JOURNAL_FORMS, host_of
 from scheduler.options import add_serve_options, load_config
 
 # Each field with a text that is not its default, as a command line or a variable gives it, and what it becomes.
@@ -40,9 +41,15 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "kv_memory": ("1.5GiB", 3 * 2**29),
     "handoff_transport": ("gloo", "gloo"),
     "decode_share": ("0.5", 0.5),
-    "journal": ("memory", "memory"),
+    "journal": ("rediss://user:secret@example:6380/1", "rediss://user:secret@example:6380/1"),
+    "journal_ttl_s": ("3600", 3600.0),
+    "journal_on_failure": ("continue", "continue"),
     "api_key": ("secret", ("secret",)),
     "max_body_size": ("1MiB", 2**20),
+    "max_header_size": ("8KiB", 8192),
+    "max_connections": ("100", 100),
+    "max_concurrent_requests": ("50", 50),
+    "client_timeout_s": ("5", 5.0),
     "request_timeout_s": ("2.5", 2.5),
     "cors_origin": ("https://a.example", ("https://a.example",)),
     "tls_cert_file": ("cert.pem", "cert.pem"),
@@ -50,6 +57,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_queued_requests": ("7", 7),
     "max_queued_tokens": ("777", 777),
     "drain_timeout_s": ("0", 0.0),
+    "watchdog_timeout_s": ("60", 60.0),
     "ray_address": ("auto", "auto"),
     "usage_stats": ("true", True),
     "log_level": ("debug", "debug"),
@@ -184,10 +192,14 @@ def test_several_api_keys() -> None:
             {"graph_config": {"capture_slots": [8]}, "graph_optimization_config": {}},
             "graph_config and graph_optimization_config cannot both be set",
         ),
-        ({"journal": "disk"}, "journal must be memory or redis://HOST:PORT"),
+        ({"journal": "disk"}, f"journal must be {JOURNAL_FORMS}; with rediss for TLS"),
+        ({"journal": "redis://"}, f"journal must be {JOURNAL_FORMS}; with rediss for TLS"),
+        (
+            {"journal": "redis+sentinel://a:1"},
+            "journal must be redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or .../SERVICE/DATABASE",
+        ),
         # What a later version brings.
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
-        ({"journal": "redis://127.0.0.1:6379"}, "journal must be memory, a Redis journal comes later"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(values: dict[str, object], message: str) -> None:
@@ -280,7 +292,8 @@ def test_fastdeploy_decode_only_graphs_are_refused() -> None:
 def test_secrets_stay_out_of_messages_and_logs() -> None:
     assert "hunter2" not in refusal(api_key=["hunter2", ""])
     assert "hunter2" not in refusal(journal="rediss:hunter2@127.0.0.1")
-    assert "hunter2" not in repr(ServeConfig(api_key=("hunter2",)))
+    assert "hunter2" not in repr(ServeConfig(api_key=("hunter2",), journal="redis://:hunter2@example"))
+    assert host_of("rediss://user:hunter2@example:1/2?password=hunter2") == "rediss://example:1/2"
 
 
 def test_a_config_is_frozen_and_travels_between_processes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -60,10 +61,10 @@ MODEL = ModelInfo(
 )
 
 
-def make_core(observer: Ends) -> SchedulerCore:
+def make_core(observer: Ends, *, first_epoch: int = 1) -> SchedulerCore:
     cost_model = CostModel.proportional([16, 64])
     policy = FixedPolicy(max_requests=4, timeout_s=TIMEOUT_S, cost_model=cost_model)
-    return SchedulerCore(BatchFormer(policy, cost_model), LIMITS, observer)
+    return SchedulerCore(BatchFormer(policy, cost_model), LIMITS, observer, first_epoch=first_epoch)
 
 
 def prefill_info(name: str) -> PrefillWorkerInfo:
@@ -233,7 +234,14 @@ class CoreMachine(RuleBasedStateMachine):
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.disturbed: set[str] = set()  # at a worker when it died: tokens of theirs may come twice
-        self.tokens: dict[str, int] = {}  # how many the ApiServer has
+        self.tokens: dict[str, int] = {}  # how many were made
+        self.got: dict[str, dict[int, bool]] = {}  # those that the ApiServer has, and whether it is the last
+        self.on_the_way: dict[str, list[TokenEvent]] = {}  # to the ApiServer, by worker
+        self.ages: dict[str, int] = {}
+        self.num_ages = 0
+        self.restarted: set[str] = set()  # may leave their pages for another reason than want of them
+        self.away: set[str] = set()  # died, and expected back
+        self.num_unseen_deaths = 0
         self.answered: Counter[str] = Counter()  # final events that were sent to the ApiServer
         self.leases: dict[SequenceRef, tuple[str, list[int]]] = {}
         self.page_epochs: dict[tuple[str, int], int] = {}
@@ -288,8 +296,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.decode[worker].calls += refs
             case SendEvents(events=events):
                 for event in events.events:
-                    assert event.error_label is not None
-                    self.answered[event.request_id] += 1
+                    self.deliver(event)
             case ReleaseWorker(worker=worker):
                 assert worker in self.draining
                 assert self.batches.pop(worker, None) is None, "released with a batch"
@@ -327,10 +334,10 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_preemption(self, worker: str, ref: SequenceRef) -> None:
         """The oldest sequence of a worker never leaves for want of pages, unless it has all of them."""
-        if ref.request_id in self.cancelled or worker in self.draining:
+        if ref.request_id in self.cancelled | self.restarted or worker in self.draining:
             return
         ages = {
-            other: int(other.request_id[1:]) for other, (name, _) in self.leases.items() if name == worker
+            other: self.ages[other.request_id] for other, (name, _) in self.leases.items() if name == worker
         }
         is_oldest = all(ages[ref] <= age for other, age in ages.items() if other.request_id in self.live())
         assert not is_oldest or len(self.leases[ref][1]) == POOL_PAGES[worker]
@@ -353,11 +360,28 @@ class CoreMachine(RuleBasedStateMachine):
         }
         return {ref.request_id for ref in refs - self.leases.keys()}
 
-    def deliver(self, request_id: str, index: int) -> None:
-        """A token reaches the ApiServer."""
+    def make(self, worker: str, event: TokenEvent) -> None:
+        """A worker has a token, and sends it to the ApiServer."""
+        request_id, index = event.request_id, event.index
         known = self.tokens.get(request_id, 0)
         assert index == known or (index < known and request_id in self.disturbed), (request_id, index, known)
         self.tokens[request_id] = max(known, index + 1)
+        self.on_the_way.setdefault(worker, []).append(event)
+
+    def deliver(self, event: TokenEvent) -> None:
+        """A message reaches the ApiServer, perhaps before those that were sent before it."""
+        if event.error_label is not None:
+            self.answered[event.request_id] += 1
+            return
+        assert event.token_id == token(event.index)
+        got = self.got.setdefault(event.request_id, {})
+        got[event.index] = got.get(event.index, False) or event.finish_reason is not None
+        self.answered[event.request_id] += any(got[i] for i in range(self.num_got(event.request_id)))
+
+    def num_got(self, request_id: str) -> int:
+        """Return how many tokens the ApiServer has without a gap."""
+        got = self.got.get(request_id, {})
+        return next(i for i in count() if i not in got)
 
     # What happens to it.
 
@@ -374,7 +398,9 @@ class CoreMachine(RuleBasedStateMachine):
                     request_id=f"r{self.num_made}",
                     api_server="api-0",
                     prompt_token_ids=(1,) * num_prompt,
-                    sampling=SamplingParams(max_tokens=max_tokens),
+                    sampling=SamplingParams(
+                        max_tokens=max_tokens, num_logprobs=1 if self.num_made % 3 == 0 else None
+                    ),
                 )
             )
         if twice == 0:
@@ -384,6 +410,9 @@ class CoreMachine(RuleBasedStateMachine):
         if rejection is None:
             assert twice, "one id was accepted twice"
             self.accepted |= {request.request_id: request for request in group}
+            for request in group:
+                self.num_ages += 1
+                self.ages[request.request_id] = self.num_ages
         else:
             after = (self.core.num_live, self.core.num_waiting, self.core.num_waiting_tokens)
             assert after == before, "a group was accepted in part"
@@ -396,6 +425,18 @@ class CoreMachine(RuleBasedStateMachine):
         if request_id in self.accepted and request_id not in self.ends.outcomes:
             self.cancelled.add(request_id)
         self.core.cancel(request_id, self.now)
+        self.pump()
+
+    @precondition(lambda self: self.num_made > 9)
+    @rule(luck=st.integers(0, 3))
+    def the_api_server_dies(self, luck: int) -> None:
+        """Nobody waits for what it had asked for. What is asked for after that is the next one's."""
+        if luck:
+            return
+        live = self.live()
+        self.cancelled |= live
+        assert self.core.cancel_all_of("api-0", self.now) == len(live)
+        assert self.core.cancel_all_of("api-1", self.now) == 0
         self.pump()
 
     @rule(seconds=st.sampled_from([0.001, TIMEOUT_S, 1.0]))
@@ -427,8 +468,12 @@ class CoreMachine(RuleBasedStateMachine):
                 last = request.sampling.max_tokens == index + 1
                 reason: FinishReason | None = "length" if last else "stop" if finishing >> place & 1 else None
                 outcome = PrefillOutcome(request_id=request_id, token_id=token(index), finish_reason=reason)
-                self.answered[request_id] += reason is not None
-                self.deliver(request_id, index)
+                self.make(
+                    worker,
+                    TokenEvent(
+                        request_id=request_id, index=index, token_id=token(index), finish_reason=reason
+                    ),
+                )
             outcomes.append(outcome)
         result = PrefillResult(
             batch_id=batch.batch_id,
@@ -469,16 +514,6 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.handoff_done(handoff, self.now)
         self.pump(batch)
 
-    @precondition(lambda self: any(self.batches.values()))
-    @rule(which=st.integers(0, 1), luck=st.integers(0, 7))
-    def prefill_raises(self, which: int, luck: int) -> None:
-        if luck:
-            return
-        worker = self.busy(which)
-        self.drop_batch(worker)
-        self.core.prefill_failed(worker, "out of luck", self.now)
-        self.pump()
-
     @precondition(lambda self: any(decode.calls for decode in self.decode.values()))
     @rule(which=st.integers(0, 3), index=st.integers(0, 7), refuse=st.integers(0, 9))
     def a_call_reaches_a_decode_worker(self, which: int, index: int, refuse: int) -> None:
@@ -492,8 +527,7 @@ class CoreMachine(RuleBasedStateMachine):
         decode = list(self.decode.values())[which % len(self.decode)]
         for _ in range(num_steps):
             for event in decode.step(stopping):
-                self.deliver(event.request_id, event.index)
-                self.answered[event.request_id] += event.finish_reason is not None
+                self.make(decode.name, event)
             while len(decode.reports) > 3:
                 self.take_report(decode, stopping)
             while decode.calls and num_steps > 3:
@@ -515,35 +549,115 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.step_done(report, self.now)
         self.pump()
 
-    @precondition(lambda self: self.now > 103 and self.batches)
-    @rule(which=st.integers(0, 1), luck=st.integers(0, 3))
-    def a_prefill_worker_dies(self, which: int, luck: int) -> None:
+    @precondition(lambda self: self.num_made > 5 and self.batches)
+    @rule(which=st.integers(0, 1), luck=st.integers(0, 1), returns=st.booleans())
+    def a_prefill_worker_dies(self, which: int, luck: int, returns: bool) -> None:
         if luck:
             return
         worker = list(self.batches)[which % len(self.batches)]
         self.drop_batch(worker, *(batch for result, batch in self.sending if result.worker == worker))
         self.sending = [sent for sent in self.sending if sent[0].worker != worker]
         del self.batches[worker]
-        self.core.worker_lost(worker, self.now)
-        self.pump()
+        self.it_died(worker, returns)
 
-    @precondition(lambda self: self.now > 103 and self.decode)
-    @rule(which=st.integers(0, 3), luck=st.integers(0, 3))
-    def a_decode_worker_dies(self, which: int, luck: int) -> None:
+    @precondition(lambda self: self.num_made > 5 and self.decode)
+    @rule(which=st.integers(0, 3), luck=st.integers(0, 1), returns=st.booleans())
+    def a_decode_worker_dies(self, which: int, luck: int, returns: bool) -> None:
         if luck:
             return
         worker = list(self.decode)[which % len(self.decode)]
         del self.decode[worker]
         self.disturbed |= {ref.request_id for ref, (name, _) in self.leases.items() if name == worker}
         self.leases = {ref: lease for ref, lease in self.leases.items() if lease[0] != worker}
-        self.core.worker_lost(worker, self.now)
+        self.it_died(worker, returns)
+
+    def it_died(self, worker: str, returns: bool) -> None:
+        """What it had told the ApiServer may be lost, whatever the scheduler has heard of it."""
+        self.on_the_way.pop(worker, None)
+        self.draining.discard(worker)
+        self.num_unseen_deaths += 1
+        if returns:
+            self.away.add(worker)
+        self.core.worker_lost(worker, self.now, returns=returns)
         self.pump()
+
+    @precondition(lambda self: self.away)
+    @rule(which=st.integers(0, 3), comes=st.booleans())
+    def it_comes_back_or_never_will(self, which: int, comes: bool) -> None:
+        worker = sorted(self.away)[which % len(self.away)]
+        self.away.discard(worker)
+        if not comes:
+            self.core.worker_gone(worker, self.now)
+            self.pump()
+        elif worker.startswith("prefill"):
+            self.join_prefill(worker)
+        else:
+            self.join_decode(worker)
+
+    @precondition(lambda self: self.num_made > 9)
+    @rule(luck=st.integers(0, 2))
+    def the_scheduler_dies(self, luck: int) -> None:
+        """Its workers drop what they do for it; what they have told the ApiServer arrives."""
+        if luck:
+            return
+        self.forget_what_nobody_asks_for()
+        self.disturbed |= self.accepted.keys()
+        self.core = make_core(self.ends, first_epoch=1 + max(self.page_epochs.values(), default=0))
+        self.leases.clear()
+        self.sending.clear()
+        self.draining.clear()
+        self.away.clear()
+        prefill, decode = list(self.batches) or ["prefill-x"], list(self.decode) or ["decode-0"]
+        self.batches.clear()
+        self.decode.clear()
+        for name in decode:
+            self.join_decode(name)
+        for name in prefill:
+            self.join_prefill(name)
+        self.num_unseen_deaths += 1
+        self.the_api_server_resumes()
+
+    def forget_what_nobody_asks_for(self) -> None:
+        """The next scheduler does not hear of what was cancelled, or whose answer is complete."""
+        for request_id in self.live():
+            if request_id in self.cancelled or self.answered[request_id]:
+                self.ends.outcomes[request_id] = ["forgotten"]
+
+    @precondition(lambda self: self.num_unseen_deaths)
+    @rule()
+    def the_api_server_resumes(self) -> None:
+        """It learns that somebody died, and says what it still serves."""
+        self.num_unseen_deaths = 0
+        open_ids = [i for i in self.accepted if i not in self.cancelled and not self.answered[i]]
+        for request_id in open_ids:
+            # What it had may be computed again, from the tokens that the ApiServer has.
+            self.disturbed.add(request_id)
+            if self.ends.outcomes.pop(request_id, None) is not None or request_id not in self.ages:
+                self.num_ages += 1
+                self.ages[request_id] = self.num_ages
+        self.restarted |= {i for i in open_ids if self.accepted[i].sampling.num_logprobs is not None}
+        requests = [
+            replace(self.accepted[i], output_token_ids=tuple(map(token, range(self.num_got(i)))))
+            for i in open_ids
+        ]
+        self.core.resume(requests, self.now)
+        self.pump()
+
+    @precondition(lambda self: any(self.on_the_way.values()))
+    @rule(which=st.integers(0, 5), index=st.integers(0, 3))
+    def a_message_reaches_the_api_server(self, which: int, index: int) -> None:
+        senders = [sender for sender, messages in self.on_the_way.items() if messages]
+        messages = self.on_the_way[senders[which % len(senders)]]
+        self.deliver(messages.pop(index % len(messages)))
 
     @precondition(lambda self: len(self.batches) < 3)
     @rule()
     def a_prefill_worker_joins(self) -> None:
         name = f"prefill-{self.num_joined}"
         self.num_joined += 1
+        self.join_prefill(name)
+
+    def join_prefill(self, name: str) -> None:
         self.core.add_prefill_worker(prefill_info(name))
         self.batches[name] = None
         self.pump()
@@ -552,8 +666,11 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3))
     def a_decode_worker_joins(self, which: int) -> None:
         names = [name for name in POOL_PAGES if name not in self.decode]
-        name = names[which % len(names)]
+        self.join_decode(names[which % len(names)])
+
+    def join_decode(self, name: str) -> None:
         self.draining.discard(name)
+        self.away.discard(name)
         self.core.add_decode_worker(decode_info(name))
         self.decode[name] = ScriptedDecode(name=name)
         self.pump()
@@ -611,27 +728,36 @@ class CoreMachine(RuleBasedStateMachine):
             assert ledger.free_sequences == MAX_NUM_SEQS - len(mine) >= 0
             assert ledger.free_pages == POOL_PAGES[ledger.worker] - sum(map(len, mine))
 
+    def all_do_their_work(self) -> None:
+        if self.away:
+            self.it_comes_back_or_never_will(0, True)
+        if not self.decode:
+            self.a_decode_worker_joins(0)
+        self.time_goes_on(1.0)
+        if any(self.batches.values()):
+            self.prefill_comes_back(0, 0, 0, False)
+        if self.sending:
+            self.a_handoff_is_done(0, 0)
+        for decode in self.decode.values():
+            while decode.calls:
+                decode.take_call(0)
+        for i in range(len(self.decode)):
+            self.decode_steps(i, 99, 1)
+        while any(decode.reports for decode in self.decode.values()):
+            self.a_report_arrives(0, 0)
+
     def teardown(self) -> None:
         """Let everything run to its end: nothing is left, and everybody got an answer."""
         if not hasattr(self, "core"):
             return
         for _ in range(2000):
+            if self.num_unseen_deaths:
+                self.the_api_server_resumes()
+            while any(self.on_the_way.values()):
+                self.a_message_reaches_the_api_server(0, 0)
             if not self.core.num_live and not self.leases:
                 break
-            if not self.decode:
-                self.a_decode_worker_joins(0)
-            self.time_goes_on(1.0)
-            if any(self.batches.values()):
-                self.prefill_comes_back(0, 0, 0, False)
-            if self.sending:
-                self.a_handoff_is_done(0, 0)
-            for decode in self.decode.values():
-                while decode.calls:
-                    decode.take_call(0)
-            for i in range(len(self.decode)):
-                self.decode_steps(i, 99, 1)
-            while any(decode.reports for decode in self.decode.values()):
-                self.a_report_arrives(0, 0)
+            self.all_do_their_work()
         self.counters_equal_the_queue()
         self.pages_are_leased_or_free()
         assert self.core.num_live == self.core.num_waiting == 0
@@ -640,12 +766,14 @@ class CoreMachine(RuleBasedStateMachine):
         silent = [i for i in self.accepted if i not in self.cancelled and not self.answered[i]]
         assert not silent, f"no answer for {silent}"
         complete = [i for i, (outcome,) in self.ends.outcomes.items() if outcome == "length"]
-        assert all(self.tokens[i] == self.accepted[i].sampling.max_tokens for i in complete)
+        # The scripted workers may stop elsewhere when they compute a request again.
+        complete = [i for i in complete if i not in self.cancelled | self.disturbed]
+        assert all(self.num_got(i) == self.accepted[i].sampling.max_tokens for i in complete)
 
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

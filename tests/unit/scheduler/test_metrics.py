@@ -14,6 +14,7 @@ from scheduler.messages import (
     DecodeWorkerInfo,
     Figures,
     Heartbeat,
+    JournalStatus,
     ModelInfo,
     PoolHandle,
     PrefillOutcome,
@@ -232,6 +233,22 @@ def test_actors_and_their_states() -> None:
     bench.now += 6
     assert states() == {"scheduler": "ready", "decode-0": "ready", "decode-1": "dead", "api-0": "dead"}
     assert ("prefill", "prefill-0") not in bench.values(m.START_TIME)
+
+
+def test_each_api_server_says_how_its_journal_does() -> None:
+    bench = Bench()
+    assert bench.values(m.JOURNAL_UP) == {}
+    for number, status in enumerate(
+        [
+            JournalStatus(is_up=True, lag_s=0.1, num_unjournaled=0),
+            JournalStatus(is_up=False, lag_s=2.5, num_unjournaled=7),
+        ]
+    ):
+        heartbeat = Heartbeat(api_server=f"api-{number}", figures=Figures(), journal=status)
+        bench.metrics.heartbeat(heartbeat)
+    assert bench.values(m.JOURNAL_UP) == {("api-0",): 1, ("api-1",): 0}
+    assert bench.values(m.JOURNAL_LAG) == {("api-0",): 0.1, ("api-1",): 2.5}
+    assert bench.values(m.UNJOURNALED) == {("api-0",): 0, ("api-1",): 7}
 
 
 def test_every_series_is_there_before_anything_happens() -> None:

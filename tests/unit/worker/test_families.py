@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,3 +109,23 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     FAMILIES["llama"].save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(ModelSource(name="tiny", folder=tmp_path))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_model_folder_is_not_run(
+    known: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is anybody asked whether it may be: a family that transformers knows is served by its own code."""
+    FAMILIES["llama"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"] = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    path.write_text(json.dumps(config if known else {**config, "model_type": "theirs"}))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')")
+    source = ModelSource(name="tiny", folder=tmp_path, load_format="dummy")
+    if known:
+        assert load_model(source).info.vocab_size == VOCAB_SIZE
+    else:
+        with pytest.raises(ConfigError, match="cannot read its config"):
+            load_model(source)
+    assert "[y/N]" not in capfd.readouterr().out

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 
 from graphs.layout import SCRATCH_PAGE
-from scheduler.messages import SamplingParams
+from scheduler.messages import DecodeStart, SamplingParams
 from tests.unit.worker.tiny_models import SHAPE, Engines, LoadTiny, prompts_of
 from worker.model import Model
 
@@ -100,3 +100,44 @@ def test_a_request_computed_again_goes_on_where_it_was(model: Model) -> None:
     again = replace(item, request=replace(item.request, output_token_ids=tuple(tokens[:3])))
     (outcome,) = engines.run_prefill([again]).outcomes
     assert outcome.token_id == tokens[3]
+
+
+def test_an_item_that_cannot_be_computed_fails_alone(model: Model) -> None:
+    """A token id that the model does not have raises in the middle of the pass that all share."""
+    prompts = prompts_of(6, 11)
+    expected = first_tokens(Engines(model), prompts)
+    engines = Engines(model)
+    items = [engines.item(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    bad = engines.item("bad", [1, 10**6, 2], GREEDY)
+    outcomes = engines.run_prefill([items[0], bad, items[1]]).outcomes
+    assert [outcome.request_id for outcome in outcomes] == ["r0", "bad", "r1"]
+    assert [outcomes[0].token_id, outcomes[2].token_id] == expected
+    assert (outcomes[1].token_id, outcomes[1].error_label) == (None, "worker_failed")
+
+
+def test_a_batch_for_a_decode_worker_that_is_gone_is_refused(model: Model) -> None:
+    engines = Engines(model)
+    item = engines.item("r", prompts_of(6)[0], GREEDY)
+    engines.prefill.detach("decode-0")
+    (outcome,) = engines.run_prefill([item]).outcomes
+    assert outcome.error_label == "stale_lease"
+
+
+def test_after_a_reset_and_a_fence_only_newer_leases_count(model: Model) -> None:
+    prompt = prompts_of(12)[0]
+    (expected,) = Engines(model).generate([prompt], GREEDY)
+    engines = Engines(model)
+    old = engines.item("old", prompt, GREEDY)
+    (outcome,) = engines.run_prefill([old]).outcomes
+    start = DecodeStart(request=old.request, lease=old.lease, first_token_id=outcome.token_id or 0)
+    engines.decode.add(start)
+    engines.decode.step()
+    engines.decode.reset()
+    engines.pool.fence(old.lease.epoch + 1)
+    assert not engines.decode.has_work
+    engines.decode.add(start)  # a message of the scheduler that died
+    assert engines.decode.step().events == []
+    (late,) = engines.run_prefill([old]).outcomes
+    assert late.error_label == "stale_lease"
+    engines.item("skips an epoch", prompt, GREEDY)
+    assert engines.generate([prompt], GREEDY) == [expected]

@@ -15,8 +15,10 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from scheduler.admission import Admission, Permit
 from scheduler.api.app import AppSettings, create_app
+from scheduler.api.auth import key_digest
 from scheduler.api.chat_template import ChatTemplate
-from scheduler.api.engine import TokenRouter, TokenStream
+from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
+from scheduler.api.journaling import Journaling
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 from scheduler.messages import (
@@ -106,7 +108,7 @@ class ScriptedEngine:
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
-        stream = self.router.open([request.request_id for request in requests])
+        stream = self.router.open([request.request_id for request in requests], first_indexes(requests))
         for request in requests:
             self._sampling[request.request_id] = request.sampling
             self._prompts[request.request_id] = request.prompt_token_ids
@@ -188,10 +190,17 @@ CHAT = ChatTemplate(
 )
 
 
-def app_over(engine: ScriptedEngine, tokenizer: Tokenizer | None, **settings: Any) -> ASGIApp:
+def app_over(
+    engine: ScriptedEngine,
+    tokenizer: Tokenizer | None,
+    *,
+    journaling: Journaling | None = None,
+    **settings: Any,
+) -> ASGIApp:
     """Return the application, with the model named as in `MODEL` unless the settings say otherwise."""
-    settings = {"model_names": (MODEL.name,), **settings}
-    return create_app(engine, tokenizer, AppSettings(**settings), chat_template=CHAT)
+    keys = tuple(map(key_digest, settings.pop("api_keys", ())))
+    settings = {"model_names": (MODEL.name,), "api_keys": keys, **settings}
+    return create_app(engine, tokenizer, AppSettings(**settings), chat_template=CHAT, journaling=journaling)
 
 
 def send(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:

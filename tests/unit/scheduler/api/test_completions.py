@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
-from scheduler.api.generation import choice_seed
+from scheduler.api.sequences import choice_seed
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.messages import SamplingParams
 from tests.unit.scheduler.api.scripted import END, ScriptedEngine, app_over, complete, events, send

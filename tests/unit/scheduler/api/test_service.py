@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from scheduler.api.app import AppSettings, create_app, metrics_app
+from scheduler.api.auth import key_digest
 from scheduler.api.sse import until_disconnect
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import OverloadedError, RequestCancelledError, UnavailableError
@@ -59,6 +60,8 @@ def test_tokenize_and_detokenize(bytes_tokenizer: Tokenizer) -> None:
         ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", [], 400, None),
+        ("/tokenize", {"prompt": "x" * 400}, 400, "prompt"),
+        ("/detokenize", {"tokens": [1] * 65}, 400, "tokens"),
         ("/detokenize", {"tokens": [300]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
@@ -138,7 +141,7 @@ def test_the_log_tells_where_time_went_and_nothing_of_prompts(
 def test_what_is_counted_of_requests(bytes_tokenizer: Tokenizer) -> None:
     """Of those that are refused, the reason; of those that fail later, when they ended."""
     registry, engine = Registry(), ScriptedEngine(["ab", "cd", ""], errors={2: ("worker_failed", "it broke")})
-    settings = AppSettings(model_names=(MODEL.name,), api_keys=("key",))
+    settings = AppSettings(model_names=(MODEL.name,), api_keys=(key_digest("key"),))
     app = create_app(engine, bytes_tokenizer, settings, registry=registry)
 
     def post(code: int, key: str = "key", **fields: Any) -> None:

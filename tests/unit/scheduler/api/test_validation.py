@@ -128,6 +128,28 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be >= -1, got -2"),
     ({"truncation_side": "up"}, "truncation_side", "must be 'left' or 'right', got 'up'"),
     ({"stop": "\ud800"}, "stop", "valid Unicode"),
+    ({"stop": ["a", "b" * 1025]}, "stop", "must hold strings of at most 1024 characters, got one of 1025"),
+    ({"user": "u" * 513}, "user", "user must have at most 512 characters, got"),
+    (
+        {"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 4},
+        "prompt",
+        "prompt must have at most 1048576 characters to be cut to truncate_prompt_tokens, got 1048577",
+    ),
+    (
+        {"prompt": ["a"] * 128, "n": 128},
+        "n",
+        "must hold at most 10000 sequences, the size of the queue, got 16384",
+    ),
+    (
+        {"prompt": [[1] * 10] * 128, "n": 10, "max_tokens": 50, "logprobs": 20},
+        "logprobs",
+        "logprobs must not ask for more than 1048576 logprobs in one answer, got 1344000",
+    ),
+    (
+        {"prompt": [[1] * 60] * 128, "n": 10, "max_tokens": 4, "prompt_logprobs": 20},
+        "prompt_logprobs",
+        "must not ask for more than 1048576 logprobs in one answer, got 1612800",
+    ),
     ({"request_id": "a b"}, "request_id", "request_id must match"),
     *(({name: value}, name, f"{name} is not supported") for name, value in UNSUPPORTED.items()),
 ]

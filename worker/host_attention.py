@@ -1,0 +1,329 @@
+"""Paged attention on the CPU: sequences of about the same length are one batch of matrix products.
+
+The query heads that share a KV head are the rows of one product, so that keys are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from graphs.layout import BatchInputs
+from worker.kv_pool import KVPool
+
+_BLOCK_QUERIES = 64
+"""Positions whose queries are one product: those of a later block see more keys, and no other time is wasted."""
+_STEP_LENGTH = 16
+"""Lengths are padded to multiples of it. Then no sum depends on what else is in a batch: the elements of a row are
+added in the same order, whether pads follow or not. For other lengths that was not so."""
+
+
+def flush_denormals() -> None:
+    """Let numbers below 1e-38 be zero, in what this thread computes.
+
+    The probabilities of what nobody attends to are such numbers, and each takes the processor some hundred cycles: the
+    softmax of SmolLM2-135M took three times as long.
+    """
+    torch.set_flush_denormal(True)
+
+
+_WIDE_ROWS = 64
+"""Of prompts, rows of up to so many scores get a float32 softmax: torch's for bfloat16 is slow where rows are short."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Sequences of a prefill pass that attend together, padded to one length."""
+
+    shape: tuple[int, int]
+    """G sequences, L positions."""
+    rows: torch.Tensor | slice  # [G * L], their places in the pass; pads repeat a sequence's last
+    own: torch.Tensor | None  # the places in [G * L] that are no pads; None: all
+    cached: torch.Tensor | None
+    """``[N]``, where in the pool the KV of all its tokens is, if the pass begins in the middle of the one sequence."""
+
+
+class HostPass:
+    """A prefill pass on the CPU."""
+
+    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
+        derived = inputs.derive()
+        self._pool = pool
+        self._kv_slots = derived.kv_slots
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+        starts, kv_lens = inputs.query_starts.tolist(), derived.kv_lens.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        alike: dict[int, list[int]] = {}
+        for i, length in enumerate(lengths):
+            if kv_lens[i] == length > 0:
+                alike.setdefault(_padded(length), []).append(i)
+        self._groups = [
+            _whole_prompts(padded, [starts[i] for i in group], [lengths[i] for i in group])
+            for padded, group in alike.items()
+        ]
+        for i, length in enumerate(lengths):
+            if kv_lens[i] > length > 0:
+                positions = torch.arange(kv_lens[i])
+                pages = inputs.page_table[i].long()[positions // inputs.page_size]
+                cached = pages * inputs.page_size + positions % inputs.page_size
+                rows = slice(starts[i], starts[i] + length)
+                self._groups.append(_Prompts((1, length), rows, None, cached))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Do as `PagedPass` says."""
+        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        keys, values = _write(self._pool, layer, self._kv_slots, key, value)
+        out = query.new_zeros(query.shape)
+        for group in self._groups:
+            if group.cached is None:
+                own_keys, own_values = key[group.rows], value[group.rows]
+            else:
+                own_keys, own_values = (part.index_select(0, group.cached) for part in (keys, values))
+            num_sequences, length = group.shape
+            own_queries = query[group.rows]
+            attended = out[group.rows] if group.own is None else torch.empty_like(own_queries)
+            self._attend_group(
+                own_queries.view(num_sequences, length, *query.shape[1:]),
+                _by_head(own_keys, num_sequences),
+                _by_head(own_values, num_sequences),
+                attended.view(num_sequences, length, *query.shape[1:]),
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+            )
+            if group.own is not None:
+                assert isinstance(group.rows, torch.Tensor)
+                out.index_copy_(0, group.rows[group.own], attended.index_select(0, group.own))
+        return out
+
+    def _attend_group(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Let the last L of N positions attend: `query` and `out` are ``[G, L, heads, head_dim]``, `keys` and `values`
+        ``[G * kv_heads, N, head_dim]``."""
+        num_sequences, length, _, head_dim = query.shape
+        num_kv_heads = keys.shape[0] // num_sequences
+        num_before = keys.shape[1] - length
+        shape = (num_sequences, length, num_kv_heads, -1, head_dim)
+        query, out = query.view(shape), out.view(shape)
+        for start in range(0, length, _BLOCK_QUERIES):
+            end = min(start + _BLOCK_QUERIES, length)
+            first_key = 0 if window is None else max(num_before + start - window + 1, 0)
+            seen = slice(first_key, num_before + end)
+            mask = self._mask(num_before + start, end - start, first_key, window, query.shape[3], query.dtype)
+            block = query[:, start:end].transpose(1, 2)
+            attended = _attend(
+                block.reshape(len(keys), -1, head_dim),
+                keys[:, seen],
+                values[:, seen],
+                mask,
+                scaling,
+                softcap,
+                wide=mask.shape[1] <= _WIDE_ROWS,
+            )
+            out[:, start:end] = attended.view(block.shape).transpose(1, 2)
+
+    def _mask(
+        self,
+        start: int,
+        num_queries: int,
+        first_key: int,
+        window: int | None,
+        heads_per_key: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return zero where a query from position `start` on sees a key from `first_key` on, else minus infinity,
+        ``[num_queries * heads_per_key, keys]``. It is made once for all layers."""
+        name = (start, num_queries, first_key, window or 0, heads_per_key)
+        if name not in self._masks:
+            queries = torch.arange(start, start + num_queries).repeat_interleave(heads_per_key).unsqueeze(1)
+            keys = torch.arange(first_key, start + num_queries)
+            seen = keys <= queries
+            if window is not None:
+                seen &= keys > queries - window
+            self._masks[name] = _as_mask(seen, dtype)
+        return self._masks[name]
+
+
+def _padded(length: int) -> int:
+    return -(-length // _STEP_LENGTH) * _STEP_LENGTH
+
+
+def _whole_prompts(padded: int, starts: Sequence[int], lengths: Sequence[int]) -> _Prompts:
+    """Return the group of sequences whose tokens in the pass are ``start : start + length``, all of them."""
+    count = len(starts)
+    if min(lengths) == padded and starts[-1] - starts[0] == (count - 1) * padded:
+        return _Prompts((count, padded), slice(starts[0], starts[0] + count * padded), None, None)
+    last = torch.tensor(lengths).unsqueeze(1) - 1
+    positions = torch.arange(padded).expand(count, padded)
+    rows = torch.tensor(starts).unsqueeze(1) + torch.minimum(positions, last)
+    return _Prompts((count, padded), rows.flatten(), (positions <= last).flatten().nonzero()[:, 0], None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Sequences of a decode step of about the same length, padded to one."""
+
+    rows: torch.Tensor | slice  # [G], their slots
+    tokens: torch.Tensor  # [G, L], where the KV of each of their positions is; pads repeat the newest token
+    ages: torch.Tensor  # [G, L], how many tokens each key is older than the newest; negative for pads
+
+
+class HostStep:
+    """A decode step on the CPU: one token for each sequence."""
+
+    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
+        derived = inputs.derive()
+        self._pool = pool
+        self._kv_slots = derived.kv_slots
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._rows_of_heads: dict[tuple[int, int], torch.Tensor] = {}
+        lengths = derived.kv_lens[derived.kv_lens > 0].long()
+        self._groups = [
+            _make_steps(torch.tensor(sorted(places)), lengths, inputs.page_table, inputs.page_size)
+            for places in _by_length(lengths.tolist())
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Do as `PagedPass` says."""
+        num_heads, num_slots, head_dim = query.shape
+        num_kv_heads = key.shape[0]
+        keys, values = (
+            part.view(-1, head_dim)
+            for part in _write(self._pool, layer, self._kv_slots, key.transpose(0, 1), value.transpose(0, 1))
+        )
+        queries = query.transpose(0, 1).reshape(num_slots, num_kv_heads, -1, head_dim)
+        out = query.new_zeros(num_slots, num_heads, head_dim)
+        for number, group in enumerate(self._groups):
+            own = self._heads(number, num_kv_heads)
+            shape = (-1, group.tokens.shape[1], head_dim)
+            attended = _attend(
+                queries[group.rows].flatten(0, 1),
+                keys.index_select(0, own).view(shape),
+                values.index_select(0, own).view(shape),
+                self._mask(number, num_kv_heads, window, query.dtype),
+                scaling,
+                softcap,
+            ).view(-1, num_heads, head_dim)
+            if len(attended) == num_slots:
+                return attended
+            out[group.rows] = attended
+        return out
+
+    def _heads(self, number: int, num_kv_heads: int) -> torch.Tensor:
+        """Return where the heads of a group's KV are in the pool, ``[G * kv_heads * L]``, in rows of one head."""
+        if (number, num_kv_heads) not in self._rows_of_heads:
+            first = self._groups[number].tokens.unsqueeze(1) * num_kv_heads
+            rows = first + torch.arange(num_kv_heads).unsqueeze(1)
+            self._rows_of_heads[number, num_kv_heads] = rows.flatten()
+        return self._rows_of_heads[number, num_kv_heads]
+
+    def _mask(self, number: int, num_kv_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return zero for the keys that each sequence of a group sees, else minus infinity, ``[G * kv_heads, 1, L]``.
+
+        It is made once for all layers.
+        """
+        name = (number, num_kv_heads, window)
+        if name not in self._masks:
+            ages = self._groups[number].ages
+            seen = (ages >= 0) if window is None else (ages >= 0) & (ages < window)
+            self._masks[name] = _as_mask(seen, dtype).repeat_interleave(num_kv_heads, 0).unsqueeze(1)
+        return self._masks[name]
+
+
+def _make_steps(
+    rows: torch.Tensor, all_lengths: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> _Steps:
+    lengths = all_lengths[rows]
+    newest = (lengths - 1).unsqueeze(1)
+    ages = newest - torch.arange(_padded(int(lengths.max())))
+    # What lies in a page behind its tokens must not be read: not even a mask stops a NaN.
+    positions = newest - ages.clamp(min=0)
+    pages = page_table[rows].long().gather(1, positions // page_size)
+    is_all = len(rows) == int(rows[-1]) + 1
+    return _Steps(slice(0, len(rows)) if is_all else rows, pages * page_size + positions % page_size, ages)
+
+
+def _by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return sequences, by place, in groups of which none is more than twice as long as another."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or lengths[place] > 2 * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
+
+def _write(
+    pool: KVPool, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the KV of a pass, ``[T, kv_heads, head_dim]``; return that of the whole pool, in the same form."""
+    keys, values = (part.view(-1, *key.shape[1:]) for part in pool.layer(layer))
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    return keys, values
+
+
+def _by_head(part: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Return ``[G * N, kv_heads, head_dim]`` as ``[G * kv_heads, N, head_dim]``, dense."""
+    by_sequence = part.view(num_sequences, -1, *part.shape[1:])
+    return by_sequence.transpose(1, 2).flatten(0, 1)
+
+
+def _as_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    *,
+    wide: bool = False,
+) -> torch.Tensor:
+    """Attention of ``[B, M, head_dim]`` to ``[B, N, head_dim]``; `mask` is added to the scores ``[B, M, N]``.
+
+    With a softcap, scores are bent to ``softcap * tanh(score / softcap)`` first. Softmax is computed in float32 in any
+    case; `wide` says that a tensor of that type is made for it.
+    """
+    if softcap is None:
+        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scaling)
+    else:
+        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling / softcap).tanh_()
+        scores = scores.mul_(softcap).add_(mask)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) if wide else scores.softmax(dim=-1)
+    return torch.bmm(weights, values)
