@@ -291,6 +291,20 @@ class PageGrant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where a sequence's time went, in durations: clocks of different hosts need not agree."""
+
+    queued_s: float = 0.0
+    """It waited because all prefill workers were busy, or no decode worker had room."""
+    held_s: float = 0.0
+    """It was held besides, for others to join its batch."""
+    prefill_s: float = 0.0
+    """Its batch was at the prefill worker."""
+    handoff_s: float = 0.0
+    """Its pages were on their way to the decode worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """One new token of one request, or its end, or both.
 
@@ -308,6 +322,8 @@ class TokenEvent:
     """With the first token only; one entry a prompt token, None for the first."""
     error_label: str | None = None
     error_message: str | None = None
+    timing: Timing | None = None
+    """With the first token of each prefill, and with the first of each decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from scheduler.api.service_protocol import (
 )
 from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.api.ui import UI_PATHS, add_ui_routes
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
@@ -115,7 +116,8 @@ def create_app(
     _add_token_routes(app, parts)
     _add_service_routes(app, engine)
     _add_docs(app)
-    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), OPEN_PATHS))
+    add_ui_routes(app)
+    asgi: ASGIApp = RequestLog(KeyGuard(app, ApiKeys(settings.api_keys), (*OPEN_PATHS, *UI_PATHS)))
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,

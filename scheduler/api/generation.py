@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scheduler.api.chat_protocol import ChatRequest
@@ -18,6 +19,7 @@ from scheduler.api.output import ChoiceOutput, Delta, OutputRules, Prompt, join
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.render import ChatRenderer, CompletionRenderer, Renderer
 from scheduler.api.structured import GrammarChecker
+from scheduler.api.timings import Timeline
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError
 from scheduler.messages import ModelInfo, Request, SamplingParams, TokenEvent
@@ -65,6 +67,7 @@ class GenerationStarter:
         `key_digest` stands for the API key that the client sent; key and user together share what one is due.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
+        arrived_at = time.perf_counter()
         self.check_model(body.model)
         if body.grammar is not None:
             if self._tokenizer is None or not self._engine.model.eos_token_ids:
@@ -117,6 +120,7 @@ class GenerationStarter:
             timeout_s=self._timeout_s,
             keep_alive_s=self._keep_alive_s,
             grammar_param=None if body.grammar is None else body.grammar_param,
+            timelines=[Timeline(arrived_at) for _ in requests] if body.return_timings else None,
         )
 
 
@@ -243,6 +247,7 @@ class Generation:
         timeout_s: float | None,
         keep_alive_s: float,
         grammar_param: str | None,
+        timelines: Sequence[Timeline] | None,
     ) -> None:
         self._engine = engine
         self.answer_id = answer_id
@@ -258,6 +263,7 @@ class Generation:
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
         self._grammar_param = grammar_param
+        self._timelines = timelines
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             error = RequestTimeoutError(f"the request took longer than {timeout_s:g} s")
@@ -321,12 +327,21 @@ class Generation:
         output = self._outputs[position]
         if output.finish_reason is not None:
             return None
-        delta = output.push(event)
+        delta = output.push(event) if self._timelines is None else self._timed_push(position, event)
         if delta.finish_reason is not None:
             self._num_open -= 1
             if event.finish_reason is None:
                 self._stopped.append(self._request_ids[position])
         return delta
+
+    def _timed_push(self, position: int, event: TokenEvent) -> Delta:
+        """Return what an event adds; the last one with the times of its choice."""
+        assert self._timelines is not None
+        came_at = time.perf_counter()
+        delta = self._outputs[position].push(event)
+        timeline = self._timelines[position]
+        timeline.push(event, came_at, time.perf_counter() - came_at)
+        return delta if delta.finish_reason is None else replace(delta, timings=timeline.timings())
 
     async def _cancel_stopped(self) -> None:
         """End the sequences whose text ended with a stop string."""
