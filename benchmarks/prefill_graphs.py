@@ -29,6 +29,7 @@ from shapes import NAMES, write_shape
 from graphs.buckets import BucketLadder, default_token_ladder
 from graphs.capture import CapturedGraph
 from scheduler.messages import Lease, PrefillBatch, PrefillItem, Request, SamplingParams
+from worker import startup
 from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model
 from worker.prefill import PrefillEngine
@@ -90,7 +91,7 @@ def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tok
     )
     model = load_model(source)
     loaded = time.perf_counter()
-    page_size = 256 if device.type == "cuda" else 32
+    page_size = startup.page_size(model)
     num_pages = 1 + MAX_PROMPTS - (-2 * max(capture_tokens) // page_size)
     pool = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=device)
     engine = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, args.slots))

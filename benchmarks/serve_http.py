@@ -195,10 +195,13 @@ async def measure(
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int) -> Iterator[str]:
-    """Run a server; yield its URL once it answers. Raises `RuntimeError`, with its last words, if it does not."""
+def running(name: str, command: Sequence[str], port: int, logs: Path) -> Iterator[str]:
+    """Run a server that writes to ``logs/NAME.log``; yield its URL once it answers.
+
+    Raises `RuntimeError`, with the server's last words, if it does not answer in time.
+    """
     started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log:
+    with (logs / f"{name}.log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -287,6 +290,7 @@ def main() -> int:
         "--rates", nargs="+", type=float, default=[], help="Poisson loads, in requests a second"
     )
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--logs", type=Path, help="an existing folder for what the servers write")
     args = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as work:
@@ -294,7 +298,7 @@ def main() -> int:
         vocab_size = write_tokenizer(folder)
         rates = list(args.rates)
         for name, (command, port) in commands(folder, args).items():
-            with running(name, command, port) as url:
+            with running(name, command, port, args.logs or Path(work)) as url:
                 results[name] = asyncio.run(measure(url, vocab_size, args, rates))
             full = results[name]["saturation"]
             assert isinstance(full, dict)
