@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -28,21 +27,26 @@ from scheduler.batching.cost_model import CostModel
 from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
-from scheduler.errors import ConfigError, OverloadedError
+from scheduler.errors import ConfigError
 from scheduler.fleet import Fleet
 from scheduler.messages import (
     RAY_NAMESPACE,
     AbortReply,
     DecodeWorkerInfo,
+    Figures,
     Heartbeat,
     PrefillResult,
     PrefillWorkerInfo,
     Request,
     ServiceLoad,
+    ServiceStatus,
     StepReport,
     SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
+from scheduler.observe.logs import LogFormat, log_to_stderr
+from scheduler.observe.ray_export import PERIOD_S, RayMirror
+from scheduler.observe.workers import OF_WORKERS
 from scheduler.readiness import ProgressWatch
 from scheduler.workers import WorkerKind, WorkerTemplate
 
@@ -65,14 +69,19 @@ class SchedulerConfig:
     worker_template: WorkerTemplate | None = None
     """What workers that are added later are started with; None: none can be added."""
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    model: str = ""
+    """Name of the model, for the metrics in Ray."""
 
 
 class Scheduler:
     """The one owner of the queue and of every request's state. Never sees a tensor, never blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
+        log_to_stderr(config.log_level, config.log_format)
         self._metrics = SchedulerMetrics()
+        self._mirror = RayMirror({"model": config.model})
+        self._is_in_ray = False
         self._core = SchedulerCore(
             _make_former(config),
             config.queue_limits,
@@ -147,7 +156,10 @@ class Scheduler:
 
     async def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Take in what an ApiServer did by itself. That this answers shows it that the scheduler lives."""
-        self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
+        self._metrics.heartbeat(heartbeat)
+        if not self._is_in_ray:
+            self._is_in_ray = True
+            self._spawn(self._publish_to_ray())
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
         """End all sequences of a completion that was asked for with this API key."""
@@ -191,9 +203,23 @@ class Scheduler:
             task.cancel()
         self._fleet.stop_added()
 
-    async def metrics(self) -> str:
-        """Return all metrics in Prometheus' text format."""
-        return self._metrics.render(self._core)
+    async def metrics(self, figures: Figures) -> Figures:
+        """Take in what an ApiServer counted of late, and return all figures of the service."""
+        self._metrics.add(figures)
+        return self._metrics.figures(self._core)
+
+    async def status(self) -> ServiceStatus:
+        """Return what the service does, in one look."""
+        return ServiceStatus(
+            problem=await self.not_ready(), load=await self.load(), actors=self._metrics.actors(self._core)
+        )
+
+    async def _publish_to_ray(self) -> None:
+        """Show the figures through Ray too, apart from those that the workers show themselves. Never returns."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            figures = self._metrics.figures(self._core, without=OF_WORKERS)
+            await asyncio.to_thread(self._mirror.publish, figures)
 
     def _pump(self) -> None:
         """Carry out what the core wants, and call again when it next wants something."""
@@ -267,6 +293,7 @@ class Scheduler:
 
     def _worker_lost(self, name: str) -> None:
         """A worker died."""
+        self._metrics.worker_died(name)
         self._core.worker_lost(name, time.monotonic())
         self._fleet.forget(name)
         self._lost.add(name)

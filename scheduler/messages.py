@@ -9,7 +9,7 @@ ApiServer  ──cancel(ids)─────► Scheduler ◄─PrefillResult─�
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -155,6 +155,29 @@ class ServiceLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStatus:
+    """What is known of an actor."""
+
+    name: str
+    pool: str
+    """``scheduler``, ``api``, ``prefill`` or ``decode``."""
+    state: str
+    """``ready``, ``draining`` or ``dead``."""
+    start_time: float
+    """When it began to serve, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """What a service does, in one look."""
+
+    problem: str | None
+    """Why it is not ready; None if it is."""
+    load: ServiceLoad
+    actors: tuple[ActorStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
     """What the scheduler says to submitted groups of requests."""
 
@@ -165,11 +188,23 @@ class SubmitReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Values of metrics: by name, then by the values of the metric's labels. Names are those of the catalogue."""
+
+    counters: Mapping[str, Mapping[tuple[str, ...], float]] = field(default_factory=dict)
+    gauges: Mapping[str, Mapping[tuple[str, ...], float]] = field(default_factory=dict)
+    histograms: Mapping[str, Mapping[tuple[str, ...], Sequence[float]]] = field(default_factory=dict)
+    """Of each series: the sum of its values, then how many fell into each bucket and above the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """What an ApiServer tells the scheduler about once a second."""
 
-    num_overloaded: int
-    """Requests that it turned away since the last heartbeat, because the queue seemed full."""
+    api_server: str
+    """Its name."""
+    figures: Figures
+    """What it counted since the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +233,10 @@ class PrefillItem:
 
     request: Request
     lease: Lease
+    queued_s: float = 0.0
+    """How long it waited because all prefill workers were busy, or no decode worker had room."""
+    held_s: float = 0.0
+    """How long it was held besides, for others to join its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +301,8 @@ class PrefillResult:
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Forward passes without a graph, by reason."""
     seconds: float = 0.0
+    flops: float = 0.0
+    """Floating point operations that the model's definition needs for these tokens; none for padding."""
     handoff: HandoffResult | None = None
     """What became of the pages, if that is known already."""
     handoff_pending: bool = False
@@ -276,6 +317,8 @@ class DecodeStart:
     lease: Lease
     first_token_id: int
     """The token that prefill chose; its KV is not in the pages yet."""
+    handoff_s: float = 0.0
+    """What it took to bring its pages to the decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +392,10 @@ class StepReport:
     """
     num_stalled: int = 0
     """Sequences that sat the step out, for want of a page."""
+    bucket: str = ""
+    """In which the step ran, such as ``8x8``; empty if nothing was computed."""
+    eager_reason: str | None = None
+    """Why it ran without a graph, if it did."""
     number: int = 1
     """Counts the worker's reports from 1: calls of an actor may overtake each other."""
 
@@ -459,3 +506,5 @@ class PrefillWorkerInfo:
     warmup_seconds: float
     transports: Mapping[str, str] = field(default_factory=dict)
     """How its pages reach each decode worker, by name."""
+    peak_flops: float | None = None
+    """Dense matrix operations per second that its device is good for in its dtype; None: not known."""

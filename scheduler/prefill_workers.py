@@ -46,6 +46,11 @@ class PrefillWorkers:
         """Workers that take batches, now or later."""
         return sum(not worker.is_draining for worker in self._workers.values())
 
+    @property
+    def draining(self) -> dict[str, bool]:
+        """Whether each worker drains, by name."""
+        return {name: worker.is_draining for name, worker in self._workers.items()}
+
     def view(self, now: float) -> Workers:
         """Return what a batch policy wants to know of them."""
         return self._placement.workers(now)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -22,6 +22,7 @@ from scheduler.messages import (
     StepReport,
     WorkerConfig,
 )
+from worker.figures import WorkerFigures
 
 if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
@@ -39,6 +40,7 @@ class DecodeWorker:
         # Only the thread in `run` touches the engine; commands reach it through this queue.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._engine: DecodeEngine
+        self._figures: WorkerFigures
         self._sender: EventSender
         self._receiver: Receiver
 
@@ -75,6 +77,7 @@ class DecodeWorker:
             model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
         self._engine.prepare()
+        self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
@@ -106,12 +109,14 @@ class DecodeWorker:
 
     def run(self) -> None:
         """Step until `stop`. The scheduler waits for this call: its end is how it learns of a failure."""
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         numbers = count(1)
         while self._obey():
             outcome = self._engine.step()
             self._sender.send(outcome.events)
-            scheduler.step_done.remote(self._report(outcome, next(numbers)))
+            report = self._report(outcome, next(numbers))
+            scheduler.step_done.remote(report)
+            self._figures.stepped(report)
 
     def _obey(self) -> bool:
         """Carry out the commands that wait, or wait for one if there is nothing to step. False means stop."""
@@ -128,12 +133,17 @@ class DecodeWorker:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
-            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted, nor
+            # for what it said itself.
             events=tuple(
-                event if event.logprobs is None else replace(event, logprobs=None)
+                event
+                if event.logprobs is None and event.timing is None
+                else replace(event, logprobs=None, timing=None)
                 for _, event in outcome.events
             ),
             released=tuple(outcome.released),
             num_stalled=outcome.num_stalled,
+            bucket=outcome.bucket,
+            eager_reason=outcome.eager_reason,
             number=number,
         )

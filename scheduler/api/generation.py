@@ -7,7 +7,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,18 @@ from scheduler.api.output import ChoiceOutput, Delta, OutputRules, Prompt, join
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
 from scheduler.api.render import ChatRenderer, CompletionRenderer, Renderer
 from scheduler.api.structured import GrammarChecker
-from scheduler.api.timings import Timeline
+from scheduler.api.timings import timings_of
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError
+from scheduler.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    RequestCancelledError,
+    RequestError,
+    RequestTimeoutError,
+)
 from scheduler.messages import ModelInfo, Request, SamplingParams, TokenEvent
+from scheduler.observe.registry import Registry
+from scheduler.observe.requests import RequestTimeline
 
 KEEP_ALIVE = ": keep-alive\n\n"
 """A comment, which clients of server-sent events pass over."""
@@ -43,9 +51,14 @@ class GenerationStarter:
         *,
         timeout_s: float | None = None,
         keep_alive_s: float = 15.0,
+        registry: Registry,
     ) -> None:
-        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent."""
+        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent.
+
+        `registry` is where it is counted what clients see.
+        """
         self._engine = engine
+        self._registry = registry
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
@@ -67,7 +80,7 @@ class GenerationStarter:
         `key_digest` stands for the API key that the client sent; key and user together share what one is due.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
-        arrived_at = time.perf_counter()
+        timeline = RequestTimeline(self._registry, time.monotonic())
         self.check_model(body.model)
         if body.grammar is not None:
             if self._tokenizer is None or not self._engine.model.eos_token_ids:
@@ -86,7 +99,9 @@ class GenerationStarter:
             requests = make_requests(
                 body, prompts, self._engine.model, self._engine.name, answer_id, key_digest
             )
+            submitted_at = time.monotonic()
             stream = await self._engine.submit(requests)
+        timeline.submitted([len(request.prompt_token_ids) for request in requests], submitted_at)
         head = {"id": answer_id, "created": int(time.time()), "model": body.model}
         names = TokenNames(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         of_choices = [prompt for prompt in prompts for _ in range(n)]
@@ -114,13 +129,14 @@ class GenerationStarter:
             stream,
             outputs,
             renderer,
+            timeline,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             timeout_s=self._timeout_s,
             keep_alive_s=self._keep_alive_s,
             grammar_param=None if body.grammar is None else body.grammar_param,
-            timelines=[Timeline(arrived_at) for _ in requests] if body.return_timings else None,
+            tells_timings=body.return_timings,
         )
 
 
@@ -240,6 +256,7 @@ class Generation:
         stream: TokenStream,
         outputs: Sequence[ChoiceOutput],
         renderer: Renderer,
+        timeline: RequestTimeline,
         *,
         num_prompt_tokens: int,
         include_usage: bool,
@@ -247,7 +264,7 @@ class Generation:
         timeout_s: float | None,
         keep_alive_s: float,
         grammar_param: str | None,
-        timelines: Sequence[Timeline] | None,
+        tells_timings: bool,
     ) -> None:
         self._engine = engine
         self.answer_id = answer_id
@@ -258,12 +275,15 @@ class Generation:
         self._num_open = len(outputs)
         self._stopped: list[str] = []
         self._renderer = renderer
+        self.timeline = timeline
+        """When what happened to it."""
         self._num_prompt_tokens = num_prompt_tokens
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
         self._grammar_param = grammar_param
-        self._timelines = timelines
+        self._text_s = [0.0] * len(outputs) if tells_timings else None
+        """What it took to make text of each choice's tokens, if that is to be told."""
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             error = RequestTimeoutError(f"the request took longer than {timeout_s:g} s")
@@ -273,10 +293,8 @@ class Generation:
         """Wait for all choices and return the JSON of the answer. Raises RequestError if one of them fails."""
         parts: list[list[Delta]] = [[] for _ in self._outputs]
         while self._num_open:
-            for position, event in await self._read():
-                delta = self._push(position, event)
-                if delta is not None:
-                    parts[position].append(delta)
+            for position, delta in self._push_all(await self._read()):
+                parts[position].append(delta)
             await self._cancel_stopped()
         return self._renderer.answer([join(deltas) for deltas in parts], self._usage())
 
@@ -288,10 +306,8 @@ class Generation:
         while self._num_open:
             chunks: list[str] = []
             events = await self._read(self._keep_alive_s)
-            for position, event in events:
-                delta = self._push(position, event)
-                if delta is not None:
-                    chunks += self._renderer.chunks(delta, self._usage() if self._continuous_usage else None)
+            for _, delta in self._push_all(events):
+                chunks += self._renderer.chunks(delta, self._usage() if self._continuous_usage else None)
             await self._cancel_stopped()
             if chunks:
                 yield "".join([f"data: {chunk}\n\n" for chunk in chunks])
@@ -302,6 +318,7 @@ class Generation:
 
     async def close(self) -> None:
         """Cancel what has not ended."""
+        self.timeline.all_ended(RequestCancelledError.label, time.monotonic())
         if self._timer is not None:
             self._timer.cancel()
         if self._num_open:
@@ -320,14 +337,31 @@ class Generation:
         except InvalidRequestError as error:
             # All else was checked before: a grammar that takes too much work shows only as it is followed.
             error.param = error.param or self._grammar_param
+            self.timeline.all_ended(error.label, time.monotonic())
             raise
+        except RequestError as error:
+            self.timeline.all_ended(error.label, time.monotonic())
+            raise
+
+    def _push_all(self, events: Sequence[tuple[int, TokenEvent]]) -> Iterator[tuple[int, Delta]]:
+        """Yield what events that came together add, one after the other, each with the position of its choice."""
+        now = time.monotonic()
+        for position, event in events:
+            self.timeline.event(position, event, now)
+            delta = self._push(position, event)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self.timeline.ended(position, delta.finish_reason, now)
+            yield position, delta
+        self.timeline.text_s += time.monotonic() - now
 
     def _push(self, position: int, event: TokenEvent) -> Delta | None:
         """Return what an event adds; None if it came after the stop string of its choice."""
         output = self._outputs[position]
         if output.finish_reason is not None:
             return None
-        delta = output.push(event) if self._timelines is None else self._timed_push(position, event)
+        delta = output.push(event) if self._text_s is None else self._timed_push(position, event)
         if delta.finish_reason is not None:
             self._num_open -= 1
             if event.finish_reason is None:
@@ -336,12 +370,14 @@ class Generation:
 
     def _timed_push(self, position: int, event: TokenEvent) -> Delta:
         """Return what an event adds; the last one with the times of its choice."""
-        assert self._timelines is not None
-        came_at = time.perf_counter()
+        assert self._text_s is not None
+        started = time.perf_counter()
         delta = self._outputs[position].push(event)
-        timeline = self._timelines[position]
-        timeline.push(event, came_at, time.perf_counter() - came_at)
-        return delta if delta.finish_reason is None else replace(delta, timings=timeline.timings())
+        self._text_s[position] += time.perf_counter() - started
+        if delta.finish_reason is None:
+            return delta
+        timings = timings_of(self.timeline, position, self._text_s[position])
+        return replace(delta, timings=timings)
 
     async def _cancel_stopped(self) -> None:
         """End the sequences whose text ended with a stop string."""

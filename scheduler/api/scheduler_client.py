@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -15,17 +15,21 @@ from ray.exceptions import RayActorError, RayError
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream
 from scheduler.api.errors import rejection_error
-from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
+from scheduler.errors import PermissionDeniedError, UnavailableError
 from scheduler.messages import (
     AbortReply,
+    Figures,
     Heartbeat,
     ModelInfo,
     Rejection,
     Request,
     ServiceLoad,
+    ServiceStatus,
     SubmitReply,
     TokenEvents,
 )
+from scheduler.observe.exposition import render
+from scheduler.observe.registry import Registry
 
 _HEARTBEAT_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0
@@ -56,14 +60,19 @@ class SchedulerClient:
     What is submitted in one turn of the event loop travels in one message.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission) -> None:
-        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits."""
+    def __init__(
+        self, scheduler: Any, *, name: str, model: ModelInfo, admission: Admission, registry: Registry
+    ) -> None:
+        """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
+
+        What is counted in `registry` goes to the scheduler, about once a second and with each scrape.
+        """
         self._scheduler = scheduler
         self._name = name
         self._model = model
         self._router = TokenRouter()
         self._admission = admission
-        self._num_overloaded = 0
+        self._registry = registry
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
@@ -82,13 +91,7 @@ class SchedulerClient:
     def admit(self, num_requests: int, num_chars: int, num_tokens: int) -> Permit:
         """Let requests begin, if the queue had room for them when the scheduler last said. Raises OverloadedError."""
         self._check_draining()
-        try:
-            return self._admission.admit_text(
-                num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
-            )
-        except OverloadedError:
-            self._num_overloaded += 1
-            raise
+        return self._admission.admit_text(num_requests, num_chars, time.monotonic(), num_tokens=num_tokens)
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
@@ -130,9 +133,20 @@ class SchedulerClient:
         return reply.num_sequences
 
     async def metrics(self) -> str:
-        """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
-        text: str = await _answer(self._scheduler.metrics.remote())
-        return text
+        """Return the figures of the whole service in Prometheus' text format. Raises UnavailableError."""
+        taken = self._registry.take()
+        try:
+            figures: Figures = await _answer(self._scheduler.metrics.remote(taken))
+        except BaseException:
+            self._registry.add(taken)
+            raise
+        # In a thread, so that requests go on meanwhile.
+        return await asyncio.to_thread(render, figures, {"model": self._model.name})
+
+    async def status(self) -> ServiceStatus:
+        """Return what the service does, in one look. Raises UnavailableError."""
+        status: ServiceStatus = await _answer(self._scheduler.status.remote())
+        return replace(status, problem="the service is stopping") if self._is_draining else status
 
     async def load(self) -> ServiceLoad:
         """Return how much the service has to do. Raises UnavailableError."""
@@ -159,11 +173,11 @@ class SchedulerClient:
         """Notice within about a second when the scheduler dies, and fail what waits for it. Never returns."""
         while True:
             try:
-                num_overloaded, self._num_overloaded = self._num_overloaded, 0
-                heartbeat = Heartbeat(num_overloaded=num_overloaded)
-                await self._scheduler.heartbeat.remote(heartbeat)
+                taken = self._registry.take()
+                await self._scheduler.heartbeat.remote(Heartbeat(api_server=self._name, figures=taken))
                 self._down = False
             except RayActorError:
+                self._registry.add(taken)
                 if not self._down:
                     logger.error("the scheduler is down")
                 self._down = True

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import socket
 import ssl
-import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 import uvicorn
+from starlette.types import ASGIApp
 
 from scheduler.admission import Admission
-from scheduler.api.app import AppSettings, create_app
+from scheduler.api.app import AppSettings, create_app, metrics_app
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.protocol import HttpProtocol
 from scheduler.api.request_log import RequestIdFilter
@@ -22,6 +23,10 @@ from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
 from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEvents
+from scheduler.observe import catalogue as m
+from scheduler.observe.logs import LogFormat, log_to_stderr
+from scheduler.observe.registry import Registry
+from scheduler.observe.traces import OtelRecorder, make_recorder
 
 _BACKLOG = 2048
 _STOP_TIMEOUT_S = 3
@@ -52,6 +57,11 @@ class ApiServerConfig:
     """With `tls_key_file`: serve HTTPS with this certificate, in PEM form."""
     tls_key_file: str | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    metrics_port: int | None = None
+    """Where ``/metrics`` is, if not at `port`."""
+    otlp_endpoint: str | None = None
+    """Where spans are sent by OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -66,8 +76,9 @@ class ApiServer:
         self._config = config
         self._url = self._url_at(config.port)
         self._client: SchedulerClient | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._server: _Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._servers: dict[_Server, asyncio.Task[None]] = {}
+        self._recorder: OtelRecorder | None = None
 
     def __repr__(self) -> str:
         # Ray reads it once, before `start`, and shows it in its dashboard.
@@ -79,11 +90,19 @@ class ApiServer:
         Raises ConfigError if the port or a TLS file cannot be used, or the model's chat template is broken.
         """
         config = self._config
-        log_with_request_ids(config.log_level)
+        log_to_stderr(config.log_level, config.log_format, request_ids=RequestIdFilter())
         listener = bind_shared(config.host, config.port)
         scheduler = ray.get_actor(config.scheduler, namespace=config.namespace)
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        self._client = SchedulerClient(scheduler, name=config.name, model=config.model, admission=admission)
+        registry = Registry()
+        registry.set(m.START_TIME, time.time(), "api", config.name)
+        self._client = SchedulerClient(
+            scheduler, name=config.name, model=config.model, admission=admission, registry=registry
+        )
+        if config.otlp_endpoint is not None:
+            self._recorder = make_recorder(
+                config.otlp_endpoint, model=config.model.name, api_server=config.name
+            )
         if config.tls_cert_file is not None:
             _check_tls(config.tls_cert_file, config.tls_key_file)
         folder = Path(config.model_folder)
@@ -92,8 +111,21 @@ class ApiServer:
             Tokenizer.from_folder(folder),
             config.settings,
             chat_template=ChatTemplate.from_folder(folder),
+            registry=registry,
+            recorder=self._recorder,
         )
-        self._server = _Server(
+        self._watching = asyncio.create_task(self._client.watch())
+        await self._serve(app, listener)
+        if config.metrics_port is not None:
+            await self._serve(metrics_app(self._client), bind_shared(config.host, config.metrics_port))
+        self._url = self._url_at(listener.getsockname()[1])
+        logger.info("%r serves %s", self, config.model.name)
+        return self._url
+
+    async def _serve(self, app: ASGIApp, listener: socket.socket) -> None:
+        """Serve an application at a bound port, and return once it accepts connections."""
+        config = self._config
+        server = _Server(
             uvicorn.Config(
                 app,
                 http=HttpProtocol,
@@ -107,16 +139,13 @@ class ApiServer:
                 ssl_keyfile=config.tls_key_file,
             )
         )
-        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        self._tasks = [serving, asyncio.create_task(self._client.watch())]
-        ready = asyncio.ensure_future(self._server.ready.wait())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        self._servers[server] = serving
+        ready = asyncio.ensure_future(server.ready.wait())
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             ready.cancel()
             serving.result()
-        self._url = self._url_at(listener.getsockname()[1])
-        logger.info("%r serves %s", self, config.model.name)
-        return self._url
 
     def _url_at(self, port: int) -> str:
         host = self._config.host
@@ -135,13 +164,15 @@ class ApiServer:
 
     async def stop(self) -> None:
         """Answer what is open with an error, close the port and return. Takes a few seconds at most."""
-        if self._server is None or self._client is None:
+        if self._watching is None or self._client is None:
             return
-        self._server.should_exit = True
+        for server in self._servers:
+            server.should_exit = True
         self._client.shut_down("the service is stopping")
-        serving, watching = self._tasks
-        watching.cancel()
-        await asyncio.gather(serving, watching, return_exceptions=True)
+        self._watching.cancel()
+        await asyncio.gather(*self._servers.values(), self._watching, return_exceptions=True)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
 
 class _Server(uvicorn.Server):
@@ -183,10 +214,3 @@ def _check_tls(cert_file: str, key_file: str | None) -> None:
         raise ConfigError(
             f"tls_cert_file {cert_file} and tls_key_file {key_file} cannot be used: {error.strerror or error}"
         ) from error
-
-
-def log_with_request_ids(level: str) -> None:
-    """Write the log to stderr, each line with the id of the request that it is about."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(RequestIdFilter())
-    logging.basicConfig(level=level.upper(), format="%(message)s [%(request_id)s]", handlers=[handler])

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from scheduler.api.fields import DOCUMENTED
-from scheduler.messages import TokenEvent
+from scheduler.observe.requests import RequestTimeline
 
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -39,44 +39,20 @@ class Timings(BaseModel):
     """From the request's arrival to its last token."""
 
 
-class Timeline:
-    """Adds up the times of one sequence. All times are seconds of one clock that only grows."""
-
-    def __init__(self, arrived_at: float) -> None:
-        """`arrived_at`: when the ApiServer got the request."""
-        self._arrived_at = arrived_at
-        self._first_at: float | None = None
-        self._last_at = arrived_at
-        self._queued_s = self._held_s = self._prefill_s = self._handoff_s = 0.0
-        self._not_decoding_s = 0.0
-        """Of the time since the first token, what the workers say was something else."""
-        self._detokenise_s = 0.0
-
-    def push(self, event: TokenEvent, now: float, detokenise_s: float) -> None:
-        """Take in an event that came at `now`, and what it took to make text of it."""
-        timing = event.timing
-        if timing is not None:
-            self._queued_s += timing.queued_s
-            self._held_s += timing.held_s
-            self._prefill_s += timing.prefill_s
-            self._handoff_s += timing.handoff_s
-            if self._first_at is not None:
-                self._not_decoding_s += timing.queued_s + timing.held_s + timing.prefill_s + timing.handoff_s
-        if self._first_at is None:
-            self._first_at = now
-        self._last_at = now
-        self._detokenise_s += detokenise_s
-
-    def timings(self) -> Timings:
-        """Return the times up to the last event."""
-        first_at = self._last_at if self._first_at is None else self._first_at
-        return Timings(
-            queued_s=self._queued_s,
-            held_s=self._held_s,
-            prefill_s=self._prefill_s,
-            handoff_s=self._handoff_s,
-            decode_s=max(self._last_at - first_at - self._not_decoding_s, 0.0),
-            detokenise_s=self._detokenise_s,
-            first_token_s=first_at - self._arrived_at,
-            total_s=self._last_at - self._arrived_at,
-        )
+def timings_of(timeline: RequestTimeline, position: int, detokenise_s: float) -> Timings:
+    """Return where the time of a request's sequence went up to its newest token."""
+    times, arrived_at = timeline.sequences[position], timeline.arrived_at
+    timings = [mark.timing for mark in times.marks]
+    first_at = times.last_token_at if times.first_token_at is None else times.first_token_at
+    # The first came with the first token. What came after tells of handoffs, and of being computed again.
+    not_decoding_s = sum(t.queued_s + t.held_s + t.prefill_s + t.handoff_s for t in timings[1:])
+    return Timings(
+        queued_s=sum(timing.queued_s for timing in timings),
+        held_s=sum(timing.held_s for timing in timings),
+        prefill_s=sum(timing.prefill_s for timing in timings),
+        handoff_s=sum(timing.handoff_s for timing in timings),
+        decode_s=max(times.last_token_at - first_at - not_decoding_s, 0.0),
+        detokenise_s=detokenise_s,
+        first_token_s=max(first_at - arrived_at, 0.0),
+        total_s=max(times.last_token_at - arrived_at, 0.0),
+    )

@@ -42,6 +42,8 @@ from scheduler.messages import (
     TokenEvent,
     TokenEvents,
 )
+from scheduler.observe import catalogue
+from scheduler.observe.registry import Registry
 
 MODEL = ModelInfo(
     name="m", max_model_len=64, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -62,7 +64,7 @@ class ScriptedScheduler:
         self.cancelled: list[str] = []
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
-        self.num_overloaded = 0
+        self.registry = Registry()
 
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         self.groups.append(groups)
@@ -72,10 +74,10 @@ class ScriptedScheduler:
         return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
     async def heartbeat(self, heartbeat: Heartbeat) -> None:
-        self.num_overloaded += heartbeat.num_overloaded
+        self.registry.add(heartbeat.figures)
 
-    async def overloaded(self) -> int:
-        return self.num_overloaded
+    async def refused(self) -> float:
+        return self.registry.values(catalogue.REJECTIONS).get(("overloaded",), 0)
 
     async def _answer(self, group: tuple[Request, ...]) -> Rejection | None:
         for request in group:
@@ -374,14 +376,13 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
-def client_of(scheduler: Any) -> SchedulerClient:
+def client_of(scheduler: Any, registry: Registry | None = None) -> SchedulerClient:
     admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
-    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission)
+    registry = Registry() if registry is None else registry
+    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission, registry=registry)
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
-    """And the scheduler, which counts refusals, hears of it with a heartbeat."""
-
     async def run() -> None:
         client = client_of(scheduler)
         client.admit(1, 100, 0).close()
@@ -389,11 +390,21 @@ def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> 
         with client.admit(MAX_QUEUED, 0, MAX_QUEUED), pytest.raises(OverloadedError):
             client.admit(1, 100, 0)
         client.admit(1, 100, 0).close()
-        watching = asyncio.create_task(client.watch())
-        while await scheduler.overloaded.remote() == 0:
+
+    asyncio.run(run())
+
+
+def test_what_is_counted_reaches_the_scheduler_once(scheduler: Any) -> None:
+    async def run() -> None:
+        registry = Registry()
+        before = await scheduler.refused.remote()
+        registry.inc(catalogue.REJECTIONS, "overloaded")
+        watching = asyncio.create_task(client_of(scheduler, registry).watch())
+        while await scheduler.refused.remote() == before:
             pass
         watching.cancel()
-        assert await scheduler.overloaded.remote() == 1
+        assert await scheduler.refused.remote() == before + 1
+        assert not registry.values(catalogue.REJECTIONS)
 
     asyncio.run(run())
 

@@ -1,0 +1,67 @@
+"""The same figures through `ray.util.metrics`: each process shows its own at its node's Prometheus endpoint of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from scheduler.messages import Figures
+from scheduler.observe.catalogue import CATALOGUE, Metric
+
+PERIOD_S = 5.0
+"""How often figures are published: Ray collects them every 10 s unless told otherwise."""
+
+_BY_NAME = {metric.name: metric for metric in CATALOGUE}
+_Tags = tuple[tuple[str, str], ...]
+
+
+class RayMirror:
+    """Owns Ray's metrics of this process. Ray shows ``purefill_x`` as ``ray_purefill_x``.
+
+    All of them are gauges for Ray, also what counts: a counter or histogram of Ray's would have to be told of every
+    token, at some ten microseconds each. `rate` and `histogram_quantile` work on them as on counters.
+    """
+
+    def __init__(self, constant_labels: Mapping[str, str]) -> None:
+        self._constant = tuple(constant_labels.items())
+        self._gauges: dict[str, Any] = {}
+        self._shown: set[tuple[str, _Tags]] = set()
+
+    def publish(self, figures: Figures) -> None:
+        """Show these values. What was shown before and is not among them any more is shown as 0."""
+        shown: set[tuple[str, _Tags]] = set()
+        for metric, name, tags, value in _samples(figures):
+            shown.add((name, tags))
+            self._set(metric, name, tags, value)
+        for name, tags in self._shown - shown:
+            self._gauges[name].set(0, tags=dict(self._constant + tags))
+        self._shown = shown
+
+    def _set(self, metric: Metric, name: str, tags: _Tags, value: float) -> None:
+        from ray.util.metrics import Gauge
+
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            keys = tuple(key for key, _ in self._constant + tags)
+            gauge = self._gauges[name] = Gauge(name, description=metric.help, tag_keys=keys)
+        gauge.set(value, tags=dict(self._constant + tags))
+
+
+def _samples(figures: Figures) -> Iterator[tuple[Metric, str, _Tags, float]]:
+    """Yield name, tags and value of each line that the text format would have."""
+    for values in (figures.counters, figures.gauges):
+        for name, series in values.items():
+            metric = _BY_NAME[name]
+            for labels, value in series.items():
+                yield metric, name, tuple(zip(metric.labels, labels, strict=True)), value
+    for name, histograms in figures.histograms.items():
+        metric = _BY_NAME[name]
+        bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
+        for labels, numbers in histograms.items():
+            tags = tuple(zip(metric.labels, labels, strict=True))
+            counts = list(accumulate(numbers[1:]))
+            for bound, count in zip(bounds, counts, strict=True):
+                yield metric, f"{name}_bucket", (*tags, ("le", bound)), count
+            yield metric, f"{name}_sum", tags, numbers[0]
+            yield metric, f"{name}_count", tags, counts[-1]
