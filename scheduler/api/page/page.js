@@ -99,9 +99,9 @@ function showTables(figures) {
   ]);
   const states = Object.entries(figures.workerStates ?? {}).filter(([, count]) => count > 0);
   byId("worker-states").textContent = states.map(([state, count]) => `${count} ${state}`).join(", ");
-  fillTable("workers", ["", "busy", "passes", "tokens", "FLOP use", "died"], figures.workers.map((worker) =>
-    row(worker.name, share(worker.busyShare), rate(worker.passes), rate(worker.tokens), share(worker.utilisation),
-      number(worker.restarts))));
+  fillTable("workers", ["", "busy", "passes/s", "tokens/s", "FLOPs", "died"], figures.workers.map((worker) =>
+    row(worker.name, share(worker.busyShare), number(worker.passes), number(worker.tokens),
+      share(worker.utilisation), number(worker.restarts))));
   fillTable("pages", ["", "used", "reserved", "free", ""], figures.pages.map(pagesRow));
 }
 
