@@ -99,7 +99,7 @@ def measure_all(
                 count, length = map(int, size.split("x"))
                 figures[name][size], remark = measure_size(engine, count, length, vocab_size)
                 print(f"{name} {size}: {figures[name][size]:.2f} ms{remark}", flush=True)
-            args.out.write_text(json.dumps(figures, indent=1))
+                args.out.write_text(json.dumps(figures, indent=1))
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
     python benchmarks/serve_http.py --model qwen3-8b --vllm "python -m vllm.entrypoints.cli.main"
     python benchmarks/serve_http.py --model qwen3-0.6b --layers 2 --purefill-options "--device cpu" --seconds 5
 
-Weights are random. One server after the other on the same device, the same client: vLLM first, with prefix caching
+Weights are random. The client is one process, which reads a stream of tokens in a tenth of the time that a server
+needs to write it. One server after the other on the same device, the same client: vLLM first, with prefix caching
 off and everything else as it comes. Each gets bursts of eight prompts, one burst when the last has been answered;
 then as many requests of 64 tokens in and 64 out as it serves with 64 at once, which is its saturation; then the same
 requests at random moments, at 25, 50 and 90 % of the saturation of the first server. If the second turns out slower,
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import shlex
@@ -25,11 +25,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import uvloop
 from shapes import NAMES, write_shape
+from stream_client import Answer, StreamClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -43,44 +44,20 @@ START_TIMEOUT_S = 420.0
 MAX_MODEL_LEN = 4096
 
 
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    """When one request's tokens arrived, in seconds."""
-
-    sent_at: float
-    arrivals: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    """Tokens of each arrival."""
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first token."""
-        return self.arrivals[0] - self.sent_at
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds per token, one for each arrival after the first."""
-        pairs = itertools.pairwise(self.arrivals)
-        return [(late - early) / n for (early, late), n in zip(pairs, self.counts[1:], strict=True)]
-
-
 class Client:
     """Sends requests to one server."""
 
     def __init__(self, url: str, model: str, vocab_size: int) -> None:
-        self._url = f"{url}/v1/completions"
+        self._streams = StreamClient(url, "/v1/completions")
         self._model = model
         self._vocab_size = vocab_size
         self._numbers = random.Random(0)
-        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Client:
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        self._streams.close()
 
     def prompt(self, length: int) -> list[int]:
         """Return random token ids."""
@@ -96,17 +73,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
         }
-        answer = Answer(sent_at=time.perf_counter())
-        async with self._session.post(self._url, json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(f"HTTP {response.status}: {await response.text()}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    # One word is one token: see `write_tokenizer`.
-                    count = len(json.loads(line[6:])["choices"][0]["text"].split())
-                    if count:
-                        answer.arrivals.append(time.perf_counter())
-                        answer.counts.append(count)
+        answer = await self._streams.ask(json.dumps(body).encode())
         if sum(answer.counts) != max_tokens:
             raise RuntimeError(f"asked for {max_tokens} tokens, got {sum(answer.counts)}")
         return answer
@@ -299,7 +266,7 @@ def main() -> int:
         rates = list(args.rates)
         for name, (command, port) in commands(folder, args).items():
             with running(name, command, port, args.logs or Path(work)) as url:
-                results[name] = asyncio.run(measure(url, vocab_size, args, rates))
+                results[name] = uvloop.run(measure(url, vocab_size, args, rates))
             full = results[name]["saturation"]
             assert isinstance(full, dict)
             rates = rates or [share * full["requests_per_s"] for share in SHARES]

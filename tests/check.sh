@@ -9,4 +9,17 @@ ruff check .
 mypy
 lint-imports
 # The reference model computes beside the service under test: waiting threads must not spin.
-OMP_WAIT_POLICY=passive python -m pytest -m "not gpu" "$@"
+export OMP_WAIT_POLICY=passive
+if [ $# -gt 0 ]; then
+    exec python -m pytest -m "not gpu" "$@"
+fi
+# Tests of a running service wait most of the time: the unit tests run meanwhile, and are shown afterwards.
+unit_log=$(mktemp)
+python -m pytest -m "not gpu" tests/unit > "$unit_log" 2>&1 &
+unit=$!
+trap 'kill "$unit" 2> /dev/null || true; rm -f "$unit_log"' EXIT
+status=0
+python -m pytest -m "not gpu" tests/conformance tests/integration || status=$?
+wait "$unit" || status=$?
+cat "$unit_log"
+exit "$status"

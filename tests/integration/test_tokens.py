@@ -58,7 +58,8 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> AsyncIte
 
 
 async def alone(client: httpx.AsyncClient, service: Service, prompts: Sequence[str]) -> Tokens:
-    return [(await complete(client, body(service, prompt)))[0] for prompt in prompts]
+    """Every fourth prompt: alone they take four times as long as in batches."""
+    return [(await complete(client, body(service, prompt)))[0] for prompt in prompts[::4]]
 
 
 async def in_batches_of_8(client: httpx.AsyncClient, service: Service, prompts: Sequence[str]) -> Tokens:
@@ -70,7 +71,8 @@ async def in_batches_of_8(client: httpx.AsyncClient, service: Service, prompts: 
 
 async def while_others_decode(client: httpx.AsyncClient, service: Service, prompts: Sequence[str]) -> Tokens:
     """Three prompts at a time, from both ends so that lengths mix, each three once the last ones decode."""
-    order = [i for pair in zip(range(60), reversed(range(60, 120)), strict=True) for i in pair]
+    half = len(prompts) // 2
+    order = [i for pair in zip(range(half), reversed(range(half, 2 * half)), strict=True) for i in pair]
     tokens: dict[int, list[int]] = {}
     tasks: list[asyncio.Task[None]] = []
 
@@ -104,7 +106,8 @@ def test_greedy_tokens_equal_transformers_generate(
             return await way(client, service, prompts)
 
     excused = []
-    for i, (reference, tokens) in enumerate(zip(references, asyncio.run(run()), strict=True)):
+    expected = references[::4] if way is alone else references
+    for i, (reference, tokens) in enumerate(zip(expected, asyncio.run(run()), strict=True)):
         place = first_difference(reference, tokens)
         if place is None:
             continue
@@ -114,7 +117,7 @@ def test_greedy_tokens_equal_transformers_generate(
             f"{reference.token_ids[place]}, whose logit leads by {reference.gaps[place]:.4f}"
         )
         excused.append((i, place, reference.gaps[place]))
-    print(f"{len(prompts)} prompts, {len(excused)} excused ties (prompt, token, gap): {excused}")
+    print(f"{len(expected)} prompts, {len(excused)} excused ties (prompt, token, gap): {excused}")
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
