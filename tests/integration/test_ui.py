@@ -18,8 +18,12 @@ _QUESTION = "What is the capital of France?"
 def test_page_tries_a_prompt_and_shows_the_load(service: Service) -> None:
     messages = [{"role": "user", "content": _QUESTION}]
     body = {"model": service.model, "messages": messages, "max_tokens": 24, "temperature": 0}
-    expected = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).json()
-    text = expected["choices"][0]["message"]["content"]
+    url, asked = f"{service.url}/v1/chat/completions", body | {"return_timings": True}
+    choice = httpx.post(url, json=asked, timeout=60).raise_for_status().json()["choices"][0]
+    text, timings = choice["message"]["content"], choice["timings"]
+    assert 0 < timings["prefill_s"] < timings["first_token_s"] < timings["total_s"]
+    stages = ("queued_s", "held_s", "prefill_s", "handoff_s", "decode_s")
+    assert sum(timings[stage] for stage in stages) <= timings["total_s"]
     with chromium() as browser, watched_page(browser, service.url) as page:
         expect(page.locator("#state")).to_have_text("answers")
         page.get_by_role("textbox", name="Prompt").fill(_QUESTION)
@@ -33,9 +37,9 @@ def test_page_tries_a_prompt_and_shows_the_load(service: Service) -> None:
             expect(page.locator("#times tbody tr").first).to_have_text(re.compile(r"first token\d"))
             expect(page.locator("#batches")).to_contain_text("requests in each")
             expect(page.locator("#pages")).to_contain_text("decode-0")
-        stages = page.locator("#timeline-table tbody tr")
-        expect(stages).to_have_count(8)
-        assert [row.split("\t")[0] for row in stages.all_inner_texts()] == [
+        rows = page.locator("#timeline-table tbody tr")
+        expect(rows).to_have_count(8)
+        assert [row.split("\t")[0] for row in rows.all_inner_texts()] == [
             "queued", "held", "prefill", "handoff", "decode", "messages", "first token", "all",
         ]  # fmt: skip
         widths = [
