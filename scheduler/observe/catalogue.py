@@ -6,6 +6,7 @@ against it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -217,6 +218,12 @@ CATALOGUE: tuple[Metric, ...] = tuple(
     value for value in globals().copy().values() if isinstance(value, Metric)
 )
 """All of them."""
+
+
+def number_text(value: float) -> str:
+    """Return a number as Prometheus writes it."""
+    return "+Inf" if value == math.inf else repr(float(value))
+
 
 CONSTANT_LABELS = ("model",)
 """Labels of every line, besides its own."""

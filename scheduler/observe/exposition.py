@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from scheduler.messages import Figures
-from scheduler.observe.catalogue import CATALOGUE, Metric
+from scheduler.observe.catalogue import CATALOGUE, Metric, number_text
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -30,7 +30,7 @@ def render(figures: Figures, constant_labels: Mapping[str, str]) -> str:
             lines += _head(metric)
             for labels, value in single.items():
                 lines.append(
-                    f"{metric.name}{{{','.join([*common, *_pairs(metric.labels, labels)])}}} {_number(value)}"
+                    f"{metric.name}{{{','.join([*common, *_pairs(metric.labels, labels)])}}} {number_text(value)}"
                 )
     return "\n".join(lines) + "\n"
 
@@ -45,9 +45,9 @@ def _histogram(metric: Metric, values: Sequence[float], labels: str) -> Iterator
     counts = list(accumulate(values[1:]))
     start = f"{metric.name}_bucket{{{labels}{',' if labels else ''}le="
     for bound, count in zip((*metric.buckets, math.inf), counts, strict=True):
-        yield f'{start}"{_number(bound)}"}} {_number(count)}'
-    yield f"{metric.name}_sum{{{labels}}} {_number(values[0])}"
-    yield f"{metric.name}_count{{{labels}}} {_number(counts[-1])}"
+        yield f'{start}"{number_text(bound)}"}} {number_text(count)}'
+    yield f"{metric.name}_sum{{{labels}}} {number_text(values[0])}"
+    yield f"{metric.name}_count{{{labels}}} {number_text(counts[-1])}"
 
 
 def _pairs(names: Iterable[str], values: Iterable[str]) -> list[str]:
@@ -56,7 +56,3 @@ def _pairs(names: Iterable[str], values: Iterable[str]) -> list[str]:
 
 def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    return "+Inf" if value == math.inf else repr(float(value))

@@ -66,6 +66,8 @@ def relay_actor_logs() -> None:
 
 
 def _relay(batch: Mapping[str, Any]) -> None:
+    if batch.get("pid") in ("autoscaler", "raylet"):
+        return  # Ray itself: what it has to say is in its own files.
     lines = [json_line(line, batch.get("actor_name")) for line in batch["lines"]]
     print("\n".join(lines), file=sys.stderr, flush=True)
 

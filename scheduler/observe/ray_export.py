@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
 from scheduler.messages import Figures
-from scheduler.observe.catalogue import CATALOGUE, Metric
+from scheduler.observe.catalogue import CATALOGUE, Metric, number_text
 
 PERIOD_S = 5.0
 """How often figures are published: Ray collects them every 10 s unless told otherwise."""
@@ -57,7 +58,7 @@ def _samples(figures: Figures) -> Iterator[tuple[Metric, str, _Tags, float]]:
                 yield metric, name, tuple(zip(metric.labels, labels, strict=True)), value
     for name, histograms in figures.histograms.items():
         metric = _BY_NAME[name]
-        bounds = [*(f"{bound:g}" for bound in metric.buckets), "+Inf"]
+        bounds = [number_text(bound) for bound in (*metric.buckets, math.inf)]
         for labels, numbers in histograms.items():
             tags = tuple(zip(metric.labels, labels, strict=True))
             counts = list(accumulate(numbers[1:]))

@@ -15,9 +15,11 @@ from scheduler.messages import RAY_NAMESPACE
 
 
 def main() -> None:
-    ray.init(address=sys.argv[1], namespace=RAY_NAMESPACE, log_to_driver=False)
+    context = ray.init(address=sys.argv[1], namespace=RAY_NAMESPACE, log_to_driver=False)
+    dashboard = f"http://{context.dashboard_url}"
     actors = {
-        actor.name: actor.state for actor in list_actors(filters=[("ray_namespace", "=", RAY_NAMESPACE)])
+        actor.name: actor.state
+        for actor in list_actors(dashboard, filters=[("ray_namespace", "=", RAY_NAMESPACE)])
     }
     endpoints = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]
     print(json.dumps({"actors": actors, "endpoints": endpoints}))
