@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scheduler.api.computation import Computation
 from scheduler.api.output import ChoiceOutput, Delta, join
 from scheduler.api.render import Renderer
+from scheduler.api.timings import timings_of
 from scheduler.errors import (
     InvalidRequestError,
     RequestCancelledError,
@@ -44,6 +46,7 @@ class Generation:
         keep_alive_s: float,
         headers: Mapping[str, str],
         grammar_param: str | None,
+        tells_timings: bool,
     ) -> None:
         self.answer_id = answer_id
         """What the client knows it by."""
@@ -62,6 +65,8 @@ class Generation:
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
         self._grammar_param = grammar_param
+        self._text_s = [0.0] * len(outputs) if tells_timings else None
+        """What it took to make text of each choice's tokens, if that is to be told."""
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             error = RequestTimeoutError(f"the request took longer than {timeout_s:g} s")
@@ -148,12 +153,23 @@ class Generation:
         output = self._outputs[position]
         if output.finish_reason is not None:
             return None
-        delta = output.push(event)
+        delta = output.push(event) if self._text_s is None else self._timed_push(position, event)
         if delta.finish_reason is not None:
             self._num_open -= 1
             if event.finish_reason is None:
                 self._stopped.append(position)
         return delta
+
+    def _timed_push(self, position: int, event: TokenEvent) -> Delta:
+        """Return what an event adds; the last one with the times of its choice."""
+        assert self._text_s is not None
+        started = time.perf_counter()
+        delta = self._outputs[position].push(event)
+        self._text_s[position] += time.perf_counter() - started
+        if delta.finish_reason is None:
+            return delta
+        timings = timings_of(self.timeline, position, self._text_s[position])
+        return replace(delta, timings=timings)
 
     async def _cancel_stopped(self) -> None:
         """End the sequences whose text ended with a stop string."""

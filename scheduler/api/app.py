@@ -48,6 +48,7 @@ from scheduler.api.service_protocol import (
 )
 from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.api.ui import UI_PATHS, add_ui_routes
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
 from scheduler.observe.exposition import MEDIA_TYPE
 from scheduler.observe.registry import Registry
@@ -147,12 +148,14 @@ def create_app(
     if settings.serves_metrics:
         _add_metrics_route(app, engine)
     _add_docs(app)
+    add_ui_routes(app)
     bounded = OpenRequests(
         app,
         max_requests=settings.max_concurrent_requests,
         max_body_bytes=max(_OPEN_BODY_BYTES, _OPEN_BODIES * settings.max_body_bytes),
     )
-    asgi: ASGIApp = RequestLog(KeyGuard(bounded, ApiKeys(settings.api_keys), OPEN_PATHS), registry, recorder)
+    guarded = KeyGuard(bounded, ApiKeys(settings.api_keys), (*OPEN_PATHS, *UI_PATHS))
+    asgi: ASGIApp = RequestLog(guarded, registry, recorder)
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,

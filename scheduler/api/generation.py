@@ -248,6 +248,7 @@ class GenerationStarter:
             keep_alive_s=self._keep_alive_s,
             headers=headers or {},
             grammar_param=None if body.grammar is None else body.grammar_param,
+            tells_timings=body.return_timings,
         )
 
     def _outputs(self, body: GenerationRequest, accepted: AcceptedRequest) -> list[ChoiceOutput]:
