@@ -84,6 +84,8 @@ class Server:
         self.journal = SharedJournal(store, name)
         on_failure = settings.pop("on_failure", "refuse")
         self.journaling = Journaling(self.journal, on_failure=on_failure, group_s=0.01)
+        self.sent: list[Any] = []
+        """What the clients of `begin` were sent."""
         self._store, self._name = store, name
         self._app = app_over(self.engine, tokenizer, journaling=self.journaling, **settings)
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
@@ -110,7 +112,7 @@ class Server:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            pass
+            self.sent.append(message)
 
         headers = [(b"content-type", b"application/json")]
         headers += [] if key is None else [(KEY_HEADER.lower().encode(), key.encode())]
@@ -732,5 +734,86 @@ def test_a_journal_that_comes_up_late_is_waited_for(play: Play) -> None:
         await starting
         assert "late" in world.store.alive_until_s
         await journaling.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_key_that_the_answer_named_leads_to_the_result(play: Play, early: bool) -> None:
+    """The client of a stream that broke, as everything died, comes back with the key that the head named."""
+
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        leave = await first.begin(stream=True, max_tokens=4)
+        await until(lambda: first.sent)
+        key = dict(first.sent[0]["headers"])[KEY_HEADER.lower().encode()].decode()
+        first.die()
+        second = await world.server()
+        second.engine.texts = None
+        await until(lambda: second.engine.requests)
+        again = asyncio.ensure_future(second.post(key, stream=True, max_tokens=4))
+        if early:
+            await until(lambda: second.journal.num_reads > 2)
+        second.engine.send(second.engine.requests[0].request_id, list(b"abcd"), finish_reason="length")
+        answer = await again
+        assert (texts(answer), answer.headers[REPLAYED_HEADER]) == ("abcd", "true")
+        assert texts(await second.post(key, stream=True, max_tokens=4)) == "abcd"
+        assert len(second.engine.requests) == 1
+        await leave()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"[" * 100_000,
+        b'{"version":1}',
+        None,
+    ],
+)
+def test_an_entry_that_nobody_can_go_on_with_holds_up_no_other(play: Play, record: bytes | None) -> None:
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        lost = [asyncio.ensure_future(first.post(key, max_tokens=2)) for key in ("bad", "good")]
+        await until(lambda: len(first.engine.requests) == 2)
+        bad = next(iter(world.store.slots.values()))
+        if record is not None:
+            bad.record = record
+        else:
+            bad.record = bad.record.replace(b"/v1/completions", b"/v9/completions")
+        first.die()
+        second = await world.server()
+        second.engine.restart(["ok", "ok"])
+        assert (await second.post("good", max_tokens=2)).json()["choices"][0]["text"] == "ok"
+        if record is None:
+            await until(lambda: bad.state == "failed")
+        # What failed is forgotten; what cannot be read may be another version's.
+        assert (await second.post("bad", max_tokens=2)).status_code == (200 if record is None else 503)
+        first.engine.router.fail_all(UnavailableError("over"))
+        await asyncio.gather(*lost)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("end", [{"group": b'{"version":1,"runs":[{"c":7,"i":0,"t":[1]}]}'}, {"error": ""}])
+def test_who_follows_what_cannot_be_read_is_told(play: Play, end: dict[str, Any]) -> None:
+    async def scenario(world: World) -> None:
+        first, second = await world.server(), await world.server()
+        first.engine.texts = None
+        original = asyncio.ensure_future(first.post("k", max_tokens=2))
+        await until(lambda: len(first.engine.requests) == 1)
+        follower = asyncio.ensure_future(second.post("k", max_tokens=2))
+        await until(lambda: second.journal.num_reads > 2)
+        (entry_id,) = world.store.slots
+        if "group" in end:
+            world.store.add(entry_id, end["group"], time.monotonic())
+        else:
+            world.store.finish(entry_id, "failed", end["error"])
+        assert (await follower).status_code == 503
+        first.engine.router.fail_all(UnavailableError("over"))
+        await original
 
     play(scenario)
