@@ -173,7 +173,7 @@ class Journaling:
         except JournalError as error:
             if was_up:
                 # It may be there all the same; whoever asks again would wait for what nobody computes.
-                self._recorder.record(ticket.entry_id, is_keyed=ticket.is_keyed).remove()
+                self._recorder.give_up(ticket.entry_id, is_keyed=ticket.is_keyed)
             if self._refuses:
                 raise _away() from error
             self._num_unjournaled += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 from scheduler.api.records import encode_error, encode_events
 from scheduler.errors import RequestError, UnavailableError
@@ -86,13 +87,23 @@ class Recorder:
         self._journal = journal
         self._group_s = group_s
         self._dirty: dict[str, Recording] = {}
+        self._alive: WeakValueDictionary[str, Recording] = WeakValueDictionary()
+        """Those that somebody has, by entry: of requests that are computed, or wait to be written."""
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
 
     def record(self, entry_id: str, *, is_keyed: bool) -> Recording:
         """Return a recording for an entry that is this owner's."""
-        return Recording(entry_id, is_keyed=is_keyed, touch=self._touch)
+        recording = Recording(entry_id, is_keyed=is_keyed, touch=self._touch)
+        self._alive[entry_id] = recording
+        return recording
+
+    def give_up(self, entry_id: str, *, is_keyed: bool) -> None:
+        """Remove an entry that may have been made, unless it is another request's that was first with its key."""
+        first = self._alive.get(entry_id)
+        if first is None or first.state in ("failed", "removed"):
+            self.record(entry_id, is_keyed=is_keyed).remove()
 
     @property
     def lag_s(self) -> float:

@@ -69,7 +69,9 @@ class SharedJournal(MemoryJournal):
     async def read(self, entry_id: str, first_group: int = 0) -> Entry | None:
         self.check()
         self.num_reads += 1
-        return await super().read(entry_id, first_group)
+        entry = await super().read(entry_id, first_group)
+        await asyncio.sleep(0)  # Others have their turn before an answer is there.
+        return entry
 
     async def orphans(self, limit: int) -> list[Orphan]:
         self.check()
@@ -815,5 +817,27 @@ def test_who_follows_what_cannot_be_read_is_told(play: Play, end: dict[str, Any]
         assert (await follower).status_code == 503
         first.engine.router.fail_all(UnavailableError("over"))
         await original
+
+    play(scenario)
+
+
+def test_who_was_second_and_got_no_answer_leaves_the_first_alone(play: Play) -> None:
+    """Both asked what is known by their key before either was written down."""
+
+    async def scenario(world: World) -> None:
+        server = await world.server()
+        server.engine.texts = None
+        server.engine.on_submit = lambda: setattr(server.journal, "loses_answers", True)
+        both = [asyncio.ensure_future(server.post("k", max_tokens=4)) for _ in range(2)]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await until(lambda: server.journaling.status().lag_s == 0)
+        (request,) = server.engine.requests
+        server.engine.send(request.request_id, list(b"abcd"), finish_reason="length")
+        answers = await asyncio.gather(*both)
+        assert sorted(answer.status_code for answer in answers) == [200, 503]
+        await until(lambda: server.journaling.status().lag_s == 0)
+        server.engine.restart(["other"])
+        again = await server.post("k", max_tokens=4)
+        assert again.json()["choices"][0]["text"] == "abcd"
 
     play(scenario)
