@@ -245,7 +245,12 @@ class Journaling:
 
     async def _live(self) -> None:
         """Say that this ApiServer lives."""
-        await self._journal.renew()
+        try:
+            await self._journal.renew()
+        except JournalError:
+            # A journal that is full would stay so: nothing is written to it while it counts as away.
+            await self._recorder.make_room()
+            raise
 
     async def _adopt(self) -> None:
         """Take over what others left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from scheduler.api.records import encode_error, encode_events
@@ -115,6 +115,10 @@ class Recorder:
         """Write everything that waits now. Raises JournalError; then it waits on."""
         await self._write()
 
+    async def make_room(self) -> None:
+        """Remove the entries that nobody wants. Raises JournalError; then they wait on."""
+        await self._write_these([r for r in self._dirty.values() if r.state == "removed"])
+
     async def settle(self, entry_id: str) -> None:
         """Write what waits for an entry, so that it meets none that takes its place. Raises JournalError."""
         if entry_id in self._dirty:
@@ -144,10 +148,10 @@ class Recorder:
 
     async def _write(self) -> None:
         async with self._writing:
-            await self._write_all()
+            await self._write_these(self._dirty.values())
 
-    async def _write_all(self) -> None:
-        batch = [(recording, *recording.next_write()) for recording in self._dirty.values()]
+    async def _write_these(self, recordings: Iterable[Recording]) -> None:
+        batch = [(recording, *recording.next_write()) for recording in recordings]
         if not batch:
             return
         refused = set(await self._journal.write([write for _, write, _ in batch]))

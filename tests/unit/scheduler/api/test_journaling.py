@@ -30,19 +30,20 @@ class SharedJournal(MemoryJournal):
     def __init__(self, store: MemoryStore, owner: str) -> None:
         super().__init__(store, owner, lease_s=3600)
         self.is_away = False
+        self.is_full = False
         self.loses_answers = False
         self.num_reads = 0
 
     @property
     def is_up(self) -> bool:
-        return not self.is_away
+        return not self.is_away and not self.is_full
 
     @property
     def renew_every_s(self) -> float:
         return 0.01
 
     def check(self) -> None:
-        if self.is_away:
+        if self.is_away or self.is_full:
             raise JournalError("the journal cannot be reached")
 
     async def renew(self) -> None:
@@ -61,6 +62,7 @@ class SharedJournal(MemoryJournal):
             raise JournalError("no answer")
 
     async def write(self, writes: Sequence[Write]) -> list[str]:
+        self.is_full = self.is_full and not all(write.state == "removed" for write in writes)
         self.check()
         refused = await super().write(writes)
         self.lose_answer()
@@ -839,5 +841,22 @@ def test_who_was_second_and_got_no_answer_leaves_the_first_alone(play: Play) -> 
         server.engine.restart(["other"])
         again = await server.post("k", max_tokens=4)
         assert again.json()["choices"][0]["text"] == "abcd"
+
+    play(scenario)
+
+
+def test_a_full_journal_is_relieved_of_what_nobody_wants(play: Play) -> None:
+    """It refuses everything but removals, and so counts as away."""
+
+    async def scenario(world: World) -> None:
+        server = await world.server()
+        server.engine.texts = None
+        leave = await server.begin()
+        await until(lambda: world.store.slots)
+        server.journal.is_full = True
+        await leave()
+        await until(lambda: not world.store.slots)
+        server.engine.restart(["Hello<end>"])
+        assert (await server.post()).status_code == 200
 
     play(scenario)

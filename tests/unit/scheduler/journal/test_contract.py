@@ -313,13 +313,13 @@ def test_who_looks_while_an_entry_is_released_does_not_lose_it(redis_url: str) -
         await a.renew()
         await a.accept("1", b"r", "f")
         await a.write([Write(entry_id="1", state="released")])
+        await a.close()
         assert await b.read("1") == entry(owner="b")
         # And it is known to be b's, should that die.
         await b.close()
         c = RedisJournal(connect(redis_url), "c", model=model, ttl_s=LONG_S)
         await c.renew()
         assert await c.orphans(9) == [Orphan(entry_id="1", owner="b")]
-        await a.close()
         await c.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -342,6 +342,33 @@ def test_who_took_an_entry_over_knows_it_whatever_comes_then(redis_url: str) -> 
         assert await b.take_over(Orphan(entry_id="1", owner="a")) == entry(owner="b")
         await b.renew()
         await b.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_full_redis_has_room_again_once_entries_are_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with running_redis(tmp_path) as server:
+            a = RedisJournal(connect(server.url), "a", model="m", ttl_s=LONG_S)
+            await a.renew()
+            entry_ids = [f"{i}" for i in range(200)]
+            for entry_id in entry_ids:
+                await a.accept(entry_id, b"r" * 10_000, "f")
+            admin = connect(server.url)
+            ((_, used),) = [
+                line.split(b":")
+                for line in (await admin.calls([("INFO", "memory")]))[0].splitlines()
+                if line.startswith(b"used_memory:")
+            ]
+            await admin.calls([("CONFIG", "SET", "maxmemory", int(used) - 1_000_000)])
+            for call in (a.accept("new", b"r", "f"), a.renew(), a.write([Write(entry_id="1", group=b"x")])):
+                with pytest.raises(JournalError):
+                    await call
+            assert await a.write([Write(entry_id=i, state="removed") for i in entry_ids]) == []
+            await a.renew()
+            assert await a.accept("new", b"r", "f") is None
+            await a.close()
+            await admin.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
