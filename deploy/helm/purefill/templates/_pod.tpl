@@ -19,6 +19,8 @@ annotations:
 {{- define "purefill.podSpec" -}}
 serviceAccountName: {{ include "purefill.serviceAccount" .root }}
 automountServiceAccountToken: false
+# A Service named purefill would become variables such as PUREFILL_PORT.
+enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "purefill.graceSeconds" .root }}
 securityContext:
   {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
@@ -92,7 +94,7 @@ runtimeClassName: {{ . }}
 - {name: OMP_WAIT_POLICY, value: passive}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
 - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ .root.Values.ray.headReconnectSeconds | quote }}}
-- {name: PUREFILL_HEAD, value: "{{ include "purefill.fullname" .root }}-head-svc:6379"}
+- {name: RAY_HEAD, value: "{{ include "purefill.fullname" .root }}-head-svc:6379"}
 - {name: RAY_METRICS_PORT, value: "8080"}
 - {name: RAY_NODE_PORT, value: "6380"}
 {{- if .outside }}
@@ -147,7 +149,7 @@ spec:
       command: [/bin/bash, -c]
       args:
         - >-
-          exec ray start --block --address="$PUREFILL_HEAD" --node-ip-address="$POD_IP"
+          exec ray start --block --address="$RAY_HEAD" --node-ip-address="$POD_IP"
           --num-cpus=0 --num-gpus={{ .spec.gpus }} --resources='{{ toJson $places }}'
           --object-store-memory=83886080
           --node-manager-port="$RAY_NODE_PORT" --metrics-export-port="$RAY_METRICS_PORT"
