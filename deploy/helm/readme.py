@@ -100,7 +100,9 @@ def main() -> int:
     if sys.argv[1:] == ["--check"]:
         is_fresh = path.read_text() == text
         if not is_fresh:
-            print("deploy/helm/purefill/README.md is stale: run python deploy/helm/readme.py", file=sys.stderr)
+            print(
+                "deploy/helm/purefill/README.md is stale: run python deploy/helm/readme.py", file=sys.stderr
+            )
         return 0 if is_fresh else 1
     path.write_text(text)
     return 0
