@@ -2,8 +2,8 @@
 
 ``python deploy/cluster_trial.py`` (as root; the test extra installed) renders the chart, starts Redis, head, front end,
 a prefill and a decode pod with the manifests' own commands, and then, under load: adds a decode pod, lets the first one
-leave, kills the head and starts it again. Every answer must be whole and right. At the end each pod gets SIGTERM and
-must be gone within its grace. Prints what happened and how long it took.
+leave, kills the head and starts it again. Every answer must be whole and right. Then the front end is killed, and a new
+one started. At the end each pod gets SIGTERM and must be gone within its grace. Prints what happened and when.
 """
 
 from __future__ import annotations
@@ -257,6 +257,7 @@ def trial(cluster: Cluster) -> None:
             client.result()
     assert not load.wrong, load.wrong[:3]
     say(f"{load.num_right} answers under load, all whole and right")
+    _replace_front_end(cluster, load)
     _terminate(cluster)
 
 
@@ -285,6 +286,17 @@ def _change(cluster: Cluster, load: Load) -> None:
     cluster.start(head, container)
     wait_for("the head is up again", lambda: head.log.count("Ray runtime started") == 2)
     wait_for("answers go on", load.more(10))
+
+
+def _replace_front_end(cluster: Cluster, load: Load) -> None:
+    """The one death that ends the service: the next front end begins anew with the workers' nodes."""
+    front = cluster.pod("frontend", 12)
+    wanted = load.ask(0)
+    front.kill()
+    say("the front end is killed")
+    cluster.start(front, cluster.group("frontend"))
+    wait_for("a new front end is ready", lambda: front.log.count("is ready after") == 2, front)
+    assert load.ask(0) == wanted
 
 
 def _grace(cluster: Cluster) -> float:

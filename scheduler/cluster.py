@@ -13,6 +13,10 @@ from scheduler.workers import WorkerKind
 
 _CHECK_S = 0.5
 _SAY_S = 30.0
+_ANSWER_S = 5.0
+_ORPHANS_S = 90.0
+"""Ray takes a node for dead after some 30 s without a sign of life."""
+_OURS = (SCHEDULER_NAME, "api-", "prefill-", "decode-")
 
 Resources = Mapping[str, float]
 """Of a node, or of one worker, by Ray's names."""
@@ -74,11 +78,32 @@ def wait_for_places(
 
 
 def end_orphans() -> None:
-    """End workers that joined a service whose processes are gone: they hold places, and nobody else ends them."""
+    """End what is left of a service whose process is gone: it holds names and places, and nobody else ends it.
+
+    Ray ends most of it by itself, once it has noticed; that is waited for. Of a service that lives nothing is ended.
+    """
     import ray
 
+    ends_at = time.monotonic() + _ORPHANS_S
     names: list[str] = ray.util.list_named_actors()
-    if SCHEDULER_NAME not in names:
-        for name in names:
-            if name.startswith(("prefill-", "decode-")):
-                end(name)
+    while any(name.startswith(_OURS) for name in names) and time.monotonic() < ends_at:
+        if SCHEDULER_NAME not in names:
+            for name in names:
+                if name.startswith(("prefill-", "decode-")):
+                    end(name)
+        elif _answers(SCHEDULER_NAME):
+            return
+        time.sleep(_CHECK_S)
+        names = ray.util.list_named_actors()
+
+
+def _answers(name: str) -> bool:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        actor: Any = ray.get_actor(name)
+        ray.get(actor.__ray_ready__.remote(), timeout=_ANSWER_S)
+    except (RayError, ValueError):  # ValueError: Ray knows it no more
+        return False
+    return True

@@ -56,9 +56,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ default (include "purefill.fullname" .) .Values.ray.auth.existingSecret }}
 {{- end -}}
 
-{{/* Seconds from SIGTERM to SIGKILL: longer than what runs may take, and than Ray takes to end. */}}
+{{/* Seconds from SIGTERM to SIGKILL: what runs may take, and Ray's own 30 seconds to end, twice. */}}
 {{- define "purefill.graceSeconds" -}}
-{{ add .Values.drainTimeoutSeconds 30 }}
+{{ add .Values.drainTimeoutSeconds 60 }}
 {{- end -}}
 
 {{/* Whether nodes outlive the head. */}}
