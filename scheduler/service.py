@@ -178,10 +178,12 @@ def _start_actors(
         # calls of `load` below raise again.
         for actor in prefill_actors:
             actor.load_model.remote()
-    decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
-    pools = tuple(info.pool for info in decode)
-    _say("warming up the prefill buckets")
-    prefill = tuple(_get([actor.load.remote(pools) for actor in prefill_actors]))
+    pools = tuple(_get([actor.make_pool.remote() for actor in decode_actors]))
+    _say("warming up the prefill buckets and decode steps")
+    loading = [actor.load.remote() for actor in decode_actors]
+    loading += [actor.load.remote(pools) for actor in prefill_actors]
+    infos = _get(loading)
+    decode, prefill = tuple(infos[: len(decode_actors)]), tuple(infos[len(decode_actors) :])
     scheduler = _create(
         Scheduler,
         SCHEDULER_NAME,
