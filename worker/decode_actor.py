@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -24,6 +24,7 @@ from scheduler.messages import (
     StepReport,
     WorkerConfig,
 )
+from worker.figures import WorkerFigures
 
 if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
@@ -44,6 +45,7 @@ class DecodeWorker:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._model: Model
         self._engine: DecodeEngine
+        self._figures: WorkerFigures
         self._sender: EventSender
         self._pool: KVPool
         self._receiver: Receiver
@@ -114,6 +116,7 @@ class DecodeWorker:
             model, self._pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
         self._engine.prepare()
+        self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
@@ -150,14 +153,16 @@ class DecodeWorker:
         """
         from worker.failures import end_process
 
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         numbers = count(1)
         with self._stepping:
             try:
                 while self._obey():
                     outcome = self._engine.step()
                     self._sender.send(outcome.events)
-                    scheduler.step_done.remote(self._report(outcome, run_id, next(numbers)))
+                    report = self._report(outcome, run_id, next(numbers))
+                    scheduler.step_done.remote(report)
+                    self._figures.stepped(report)
             except Exception as error:
                 end_process(self._config.name, error)
 
@@ -176,13 +181,18 @@ class DecodeWorker:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
-            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted, nor
+            # for what it said itself.
             events=tuple(
-                event if event.logprobs is None else replace(event, logprobs=None)
+                event
+                if event.logprobs is None and event.timing is None
+                else replace(event, logprobs=None, timing=None)
                 for _, event in outcome.events
             ),
             released=tuple(outcome.released),
             num_stalled=outcome.num_stalled,
+            bucket=outcome.bucket,
+            eager_reason=outcome.eager_reason,
             number=number,
             run_id=run_id,
         )

@@ -29,7 +29,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/version", "/docs", "/openapi.json")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/status", "/version", "/docs", "/openapi.json")
 """Need no API key."""
 
 

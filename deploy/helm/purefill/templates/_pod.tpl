@@ -3,7 +3,8 @@ the values of that kind of pod. */}}
 
 {{- define "purefill.podMetadata" -}}
 labels:
-  {{- include "purefill.labels" .root | nindent 2 }}
+  # Without the chart's version: another one of the same pods replaces none.
+  {{- include "purefill.selectorLabels" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
 annotations:
   # The command below is run as it is: KubeRay would put its own in its place.
