@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from typing import Any
@@ -13,8 +14,6 @@ import yaml
 
 from scheduler.cli import _parsers
 from scheduler.config import ServeConfig
-from scheduler.errors import OverloadedError
-from scheduler.metrics import SchedulerMetrics
 from scheduler.options import load_config
 from tests.unit.deploy.chart import (
     CHART,
@@ -29,7 +28,7 @@ from tests.unit.deploy.chart import (
     variables_of,
 )
 from tests.unit.deploy.schemas import kuberay_errors, kubernetes_errors
-from tests.unit.scheduler.test_metrics import core_with
+from tests.unit.deploy.test_dashboards import LABELS, dashboards, rules, selectors
 
 CUSTOM = {"RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 """Kinds that Kubernetes itself does not know."""
@@ -205,29 +204,29 @@ def test_probes_look_at_ports_that_ray_is_told_to_open(everything: list[Manifest
             assert container["readinessProbe"]["tcpSocket"]["port"] == expected
 
 
-def test_every_metric_in_rules_dashboard_and_scaling_exists(everything: list[Manifest]) -> None:
-    text = SchedulerMetrics().render(core_with(SchedulerMetrics()))
-    known = {
-        name + suffix
-        for name in re.findall(r"^# TYPE (\w+) ", text, flags=re.MULTILINE)
-        for suffix in ("", "_bucket", "_sum", "_count")
-    }
-    rules = [rule for group in one(everything, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
-    queries = [rule["expr"] for rule in rules]
+def test_every_metric_that_scaling_and_records_ask_for_exists(everything: list[Manifest]) -> None:
+    groups = one(everything, "PrometheusRule")["spec"]["groups"]
+    queries = [rule["expr"] for rule in groups[0]["rules"]]
     for pool in ("prefill", "decode"):
         triggers = one(everything, "ScaledObject", f"{FULLNAME}-{pool}")["spec"]["triggers"]
         queries += [trigger["metadata"]["query"] for trigger in triggers]
-    dashboard = one(everything, "ConfigMap", f"{FULLNAME}-dashboard")["data"]["purefill.json"]
-    queries += [
-        target["expr"] for panel in yaml.safe_load(dashboard)["panels"] for target in panel["targets"]
-    ]
-    assert len(queries) > 15
+    assert len(queries) == 5
     for query in queries:
-        promql_parser.parse(query)
-        names = set(re.findall(r"\bpurefill_\w+", query))
-        assert names
-        assert names <= known, query
-    assert f'reason="{OverloadedError.label}"' in str(queries)
+        for selector in selectors(promql_parser.parse(query)):
+            labels = {matcher.name for matcher in selector.matchers.matchers}
+            assert labels <= {*LABELS[selector.name], "namespace", "service"}
+
+
+def test_the_chart_has_all_dashboards_and_rules(everything: list[Manifest]) -> None:
+    groups = one(everything, "PrometheusRule")["spec"]["groups"]
+    assert [rule for group in groups[1:] for rule in group["rules"]] == rules()
+    found = {
+        name: json.loads(text)
+        for item in everything
+        if "grafana_dashboard" in item["metadata"]["labels"]
+        for name, text in item["data"].items()
+    }
+    assert found == dashboards()
 
 
 def test_scaling_targets_a_deployment_of_the_same_pods(everything: list[Manifest]) -> None:

@@ -109,7 +109,7 @@ def test_files_that_the_compose_file_mounts_are_there(services: dict[str, dict[s
         for volume in service.get("volumes", [])
         if volume["type"] == "bind"
     ]
-    assert len(mounted) == 4
+    assert len(mounted) == 5
     assert all(path.exists() for path in mounted)
 
 
