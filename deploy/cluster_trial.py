@@ -179,10 +179,10 @@ class Load:
         assert data["usage"]["completion_tokens"] == MAX_TOKENS
         return str(data["choices"][0]["text"])
 
-    def metric(self, start: str) -> int:
-        """Return how many lines of /metrics start so."""
+    def num_pools(self) -> int:
+        """Return how many decode workers are in service."""
         lines = self._client.get("/metrics").text.splitlines()
-        return sum(line.startswith(start) for line in lines)
+        return sum(line.startswith("purefill_kv_pages{") and 'state="free"' in line for line in lines)
 
     def run(self, number: int) -> None:
         """Ask until the load stops."""
@@ -265,8 +265,7 @@ def _change(cluster: Cluster, load: Load) -> None:
     decode, head = cluster.pod("decode", 14), cluster.pod("head", 11)
     second = cluster.pod("decode2", 15)
     cluster.start(second, cluster.group("decode"))
-    pools = 'purefill_kv_pages{pool="decode",state="free"'
-    wait_for("the second decode pod is in service", lambda: load.metric(pools) == 2, second)
+    wait_for("the second decode pod is in service", lambda: load.num_pools() == 2, second)
     wait_for("answers go on", load.more(10))
 
     container = cluster.group("decode")
@@ -276,7 +275,7 @@ def _change(cluster: Cluster, load: Load) -> None:
     say(f"the first decode pod is left by its workers after {time.monotonic() - began:.1f} s")
     decode.terminate(_grace(cluster) - (time.monotonic() - began))
     say("the first decode pod is gone")
-    assert load.metric(pools) == 1
+    assert load.num_pools() == 1
     wait_for("answers go on", load.more(10))
 
     head.kill()
