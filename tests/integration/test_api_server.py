@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import ray
 from cryptography import x509
@@ -217,12 +216,10 @@ def server(scheduler: Any) -> Iterator[tuple[Any, str]]:
     ray.kill(actor)
 
 
-def is_api_server(process: psutil.Process) -> bool:
-    """Whether it is the process of an ApiServer of this test."""
-    title = process.info["cmdline"] or [""]
-    return title[0].startswith("ray::ApiServer") and process.pid in {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }
+def process_of(actor: Any) -> int:
+    """Return the id of an actor's process."""
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return pid
 
 
 def completion(url: str, *prompt: int, **fields: Any) -> httpx.Response:
@@ -544,8 +541,7 @@ def test_a_server_that_hangs_is_ended_and_comes_back_at_its_port(scheduler: Any)
         supervisor = Supervisor(scheduler, [actor], hang_s=1.0, say=said.append)
         try:
             assert completion(url, 1).status_code == 200
-            (process,) = (p for p in psutil.process_iter(["cmdline"]) if is_api_server(p))
-            process.send_signal(signal.SIGSTOP)
+            os.kill(process_of(actor), signal.SIGSTOP)
             while "api-0 is back" not in said:
                 supervisor.look(time.monotonic())
             assert httpx.get(f"{url}/ready").status_code == 200
