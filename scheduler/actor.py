@@ -126,6 +126,10 @@ class Scheduler:
         """
         await self._crew.remove(name, timeout_s)
 
+    async def leave_node(self, node_id: str, *, timeout_s: float = 60.0) -> None:
+        """Do the same with all workers of a node that is about to go; nothing starts there any more."""
+        await self._crew.leave_node(node_id, timeout_s)
+
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         """Accept each group of requests whole or not at all."""
         await self._crew.until_open()

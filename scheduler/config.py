@@ -52,6 +52,9 @@ def _parse_json(value: object) -> object:
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1, le=1024)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_parse_size)]
+WorkerResources = Annotated[
+    dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]], BeforeValidator(_parse_json)
+]
 CaptureSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
@@ -215,6 +218,12 @@ class ServeConfig(BaseModel):
         description="a worker that finishes nothing for so long while it has work is started again",
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
+    prefill_resources: WorkerResources = Field(
+        {},
+        description='custom resources of Ray that a prefill worker takes up, JSON such as {"prefill": 1}; with '
+        "decode_resources, there are as many workers as the cluster's nodes have places for",
+    )
+    decode_resources: WorkerResources = Field({}, description="the same of a decode worker")
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_format: Literal["text", "json"] = Field("text", description="form of each line of the log")
@@ -257,6 +266,15 @@ class ServeConfig(BaseModel):
                 f"max_batch_requests must be <= max_num_seqs, which is {self.max_num_seqs}, "
                 f"got {self.max_batch_requests}"
             )
+        if bool(self.prefill_resources) != bool(self.decode_resources):
+            raise ConfigError("prefill_resources and decode_resources must both be set, or none")
+        if self.prefill_resources and self.ray_address is None:
+            raise ConfigError("prefill_resources and decode_resources need ray_address")
+        for name in ("CPU", "GPU", "memory", "object_store_memory"):
+            if name in self.prefill_resources or name in self.decode_resources:
+                raise ConfigError(
+                    f"prefill_resources and decode_resources must be custom resources, got {name}"
+                )
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_key_file needs tls_cert_file")
         if self.max_capture_tokens is not None and self.graph_config.capture_tokens is not None:
@@ -301,6 +319,7 @@ def _is_switch(config: type[BaseModel], name: str) -> bool:
 
 
 _LIMITS = {
+    "greater_than": "must be > {gt:g}",
     "greater_than_equal": "must be >= {ge:g}",
     "less_than_equal": "must be <= {le:g}",
     "literal_error": "must be {expected}",
@@ -317,6 +336,7 @@ _TYPES = {
     "string": "must be text",
     "tuple": "must be a list",
     "model": "must be a JSON object",
+    "dict": "must be a JSON object",
 }
 
 

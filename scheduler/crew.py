@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
 from scheduler.actors import Actors, cause
+from scheduler.cluster import living_nodes, num_places
 from scheduler.core import SchedulerCore
 from scheduler.errors import ConfigError
 from scheduler.fleet import Fleet, end, kind_of, restart, running_workers
@@ -26,6 +27,8 @@ _JOIN_TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 """Between attempts to have a worker back."""
+_NODES_PAUSE_S = 2.0
+"""Between looks at the cluster's nodes."""
 
 
 class Crew:
@@ -63,6 +66,8 @@ class Crew:
         self._is_stopping = False
         self._must_recover = True  # unless this is the first scheduler, which is told to begin
         self._pings: dict[str, asyncio.Task[bool]] = {}
+        self._leaving_nodes: set[str] = set()
+        self._num_joining: dict[WorkerKind, int] = {"prefill": 0, "decode": 0}
 
     def begin(self, decode: tuple[DecodeWorkerInfo, ...], prefill: tuple[PrefillWorkerInfo, ...]) -> None:
         """Take the first workers into service."""
@@ -95,6 +100,16 @@ class Crew:
             self._core.evict_sequences(name)
             self._pump()
         await left
+
+    async def leave_node(self, node_id: str, timeout_s: float) -> None:
+        """Give the workers of a node nothing new, and end each once nothing is left at it. None starts there again.
+
+        What has not ended after `timeout_s` moves to workers of other nodes.
+        """
+        self._leaving_nodes.add(node_id)
+        names = [name for name, its_node in self._fleet.node_ids.items() if its_node == node_id]
+        _LOG.info("node %s leaves with %s", node_id, ", ".join(names) or "no worker")
+        await asyncio.gather(*(self.remove(name, timeout_s) for name in names))
 
     async def end(self, name: str) -> None:
         """End a worker at which nothing is left, and tell who waits for that."""
@@ -192,6 +207,32 @@ class Crew:
         if not self._opened.is_set():
             self._opened.set()
             self._actors.spawn(self._watch_for_hangs())
+            if self._fleet.resources:
+                self._actors.spawn(self._follow_nodes())
+
+    async def _follow_nodes(self) -> None:
+        """Start a worker for each place that a node brings."""
+        while True:
+            await asyncio.sleep(_NODES_PAUSE_S)
+            nodes = await asyncio.to_thread(living_nodes)
+            self._leaving_nodes &= {node.node_id for node in nodes}
+            for kind, need in self._fleet.resources.items():
+                num_there = sum(
+                    kind_of(name) == kind for name in {*self._fleet, *self._away} if name not in self._leaving
+                )
+                num_places_left = num_places(nodes, need, self._leaving_nodes) - num_there
+                for _ in range(num_places_left - self._num_joining[kind]):
+                    self._num_joining[kind] += 1
+                    self._actors.spawn(self._fill_place(kind))
+
+    async def _fill_place(self, kind: WorkerKind) -> None:
+        try:
+            await self.add(kind)
+        except (RayError, ConfigError) as error:
+            _LOG.error("a %s worker cannot join: %s", kind, str(error).strip().splitlines()[-1])
+            await asyncio.sleep(_LONGEST_PAUSE_S)
+        finally:
+            self._num_joining[kind] -= 1
 
     # They die.
 

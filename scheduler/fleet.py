@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,8 @@ class Fleet:
         """Of each decode worker, by name."""
         self.prefill_workers: list[str] = []
         """Their names."""
+        self.node_ids: dict[str, str] = {}
+        """Of each worker's host, by the worker's name."""
         self._num_named: dict[WorkerKind, int] = {"prefill": 0, "decode": 0}
 
     def __iter__(self) -> Iterator[str]:
@@ -43,6 +45,8 @@ class Fleet:
         """Take in the workers with which the service starts."""
         self.pools = {info.name: info.pool for info in decode}
         self.prefill_workers = [info.name for info in prefill]
+        self.node_ids = {info.name: info.pool.node_id for info in decode}
+        self.node_ids |= {info.name: info.node_id for info in prefill}
         self.count_names([*self])
 
     def count_names(self, names: Sequence[str]) -> None:
@@ -53,6 +57,7 @@ class Fleet:
 
     def forget(self, name: str, *, is_for_good: bool = True) -> None:
         """A worker is gone, perhaps to come back."""
+        self.node_ids.pop(name, None)
         if is_for_good:
             self._added.pop(name, None)
         if self.pools.pop(name, None) is not None:
@@ -61,6 +66,11 @@ class Fleet:
                     _actor(prefill_worker).detach.remote(name)
         elif name in self.prefill_workers:
             self.prefill_workers.remove(name)
+
+    @property
+    def resources(self) -> Mapping[WorkerKind, Mapping[str, float]]:
+        """What each worker of a kind takes up of a node, if that says where it runs."""
+        return {} if self._template is None else self._template.resources
 
     async def start_worker(self, kind: WorkerKind, fence_epoch: int) -> DecodeWorkerInfo | PrefillWorkerInfo:
         """Start a worker and let it join. Raises `ConfigError` with the reason."""
@@ -81,12 +91,14 @@ class Fleet:
             info: DecodeWorkerInfo = await actor.load.remote(fence_epoch)
             async with self.lock:
                 self.pools[name] = info.pool
+                self.node_ids[name] = info.pool.node_id
                 await asyncio.gather(*(self._attach(other, info.pool) for other in self.prefill_workers))
             return info
         await actor.load.remote(())  # The long part, without the lock.
         async with self.lock:
             prefill_info: PrefillWorkerInfo = await actor.load.remote(tuple(self.pools.values()))
             self.prefill_workers.append(name)
+            self.node_ids[name] = prefill_info.node_id
         return prefill_info
 
     async def _attach(self, prefill_worker: str, pool: PoolHandle) -> None:

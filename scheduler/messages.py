@@ -534,5 +534,7 @@ class PrefillWorkerInfo:
     warmup_seconds: float
     transports: Mapping[str, str] = field(default_factory=dict)
     """How its pages reach each decode worker, by name."""
+    node_id: str = ""
+    """Ray's id of the host."""
     peak_flops: float | None = None
     """Dense matrix operations per second that its device is good for in its dtype; None: not known."""

@@ -22,6 +22,7 @@ from scheduler.api.app import AppSettings
 from scheduler.api.auth import key_digest
 from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
+from scheduler.cluster import end_orphans, on_this_node, wait_for_places
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
@@ -181,8 +182,16 @@ def _start_actors(
     config: ServeConfig, folder: ModelFolder, dashboard_url: str | None, actors: list[Any]
 ) -> RunningService:
     """Start every actor, in the order in which they need each other; append each to `actors` at once."""
+    pinned: dict[str, Any] = {}
+    if config.ray_address is not None:
+        end_orphans()
+        pinned = on_this_node()
     template = _worker_template(config, folder)
-    strategies = place_workers(config.prefill_workers, config.decode_workers, template.num_gpus)
+    strategies = (
+        {}
+        if template.resources
+        else place_workers(config.prefill_workers, config.decode_workers, template.num_gpus)
+    )
     decode_actors = _create_workers("decode", config.decode_workers, template, strategies, actors)
     prefill_actors = _create_workers("prefill", config.prefill_workers, template, strategies, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
@@ -216,6 +225,7 @@ def _start_actors(
             model=decode[0].model.name,
         ),
         max_restarts=-1,
+        **pinned,
     )
     _get([scheduler.start.remote(decode, prefill)])
     servers = [
@@ -225,6 +235,7 @@ def _start_actors(
             actors,
             _api_config(config, folder, decode[0], f"api-{i}"),
             max_restarts=-1,
+            **pinned,
         )
         for i in range(config.api_servers)
     ]
@@ -278,6 +289,10 @@ def _create_workers(
 
 
 def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate:
+    resources: dict[WorkerKind, dict[str, float]] = {}
+    if config.prefill_resources:
+        resources = {"prefill": config.prefill_resources, "decode": config.decode_resources}
+        wait_for_places({"prefill": config.prefill_workers, "decode": config.decode_workers}, resources, _say)
     graphs, gpus = config.graph_config, _plan_gpus(config)
     sends_pages = config.handoff_transport in ("gloo", "nccl")
     worker = WorkerConfig(
@@ -304,7 +319,9 @@ def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate
         # With a GPU each, prefill is in nobody's way.
         decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
     )
-    return WorkerTemplate(config=worker, num_gpus=0.0 if gpus is None else gpus.gpus_per_worker)
+    return WorkerTemplate(
+        config=worker, num_gpus=0.0 if gpus is None else gpus.gpus_per_worker, resources=resources
+    )
 
 
 def _api_config(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ class WorkerTemplate:
     """The name is filled in for each."""
     num_gpus: float = 0.0
     """GPUs of each worker: 1, or a fraction where workers share one."""
+    resources: Mapping[WorkerKind, Mapping[str, float]] = field(default_factory=dict)
+    """Custom resources of Ray that each worker of a kind takes up: it lands on nodes that have them."""
 
 
 def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **options: Any) -> Any:
@@ -42,6 +45,7 @@ def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **optio
         name,
         replace(template.config, name=name),
         num_gpus=template.num_gpus,
+        resources=dict(template.resources.get(kind, {})),
         max_restarts=-1,
         **options,
     )

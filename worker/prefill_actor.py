@@ -116,6 +116,7 @@ class PrefillWorker:
             device=model.device.type,
             load_seconds=self._load_seconds,
             warmup_seconds=0.0,
+            node_id=ray.get_runtime_context().get_node_id(),
             peak_flops=peak,
         )
 

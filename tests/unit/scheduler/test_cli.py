@@ -34,6 +34,8 @@ from scheduler.cli import main
         (["serve", "--model", "smollm2"], None),
         (["models", "--lst"], "unknown option --lst; did you mean --list?"),
         (["models", "no-such-model"], None),
+        (["leave", "--timeout-s", "-1"], "argument --timeout-s: must be >= 0 and <= 86400, got -1"),
+        (["leave", "--ray-adress", "auto"], "unknown option --ray-adress; did you mean --ray-address?"),
         ([], "the following arguments are required: COMMAND"),
         (["sevre"], None),
     ],

@@ -59,6 +59,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "drain_timeout_s": ("0", 0.0),
     "watchdog_timeout_s": ("60", 60.0),
     "ray_address": ("auto", "auto"),
+    "prefill_resources": ('{"prefill": 1}', {"prefill": 1}),
+    "decode_resources": ('{"decode": 0.5, "fast": 1}', {"decode": 0.5, "fast": 1}),
     "usage_stats": ("true", True),
     "log_level": ("debug", "debug"),
     "log_format": ("json", "json"),
@@ -66,6 +68,13 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "otlp_endpoint": ("http://127.0.0.1:4318", "http://127.0.0.1:4318"),
     "dashboard_port": ("8266", 8266),
 }
+
+COMPANIONS = {
+    "tls_key_file": ("tls_cert_file",),
+    "prefill_resources": ("decode_resources", "ray_address"),
+    "decode_resources": ("prefill_resources", "ray_address"),
+}
+"""Other fields without which one is refused."""
 
 
 def parse(*arguments: str) -> dict[str, Any]:
@@ -92,9 +101,9 @@ def test_every_field_has_a_sample() -> None:
 @pytest.mark.parametrize("field", SAMPLES)
 def test_a_field_is_the_same_from_each_source(field: str, tmp_path: Path) -> None:
     text, value = SAMPLES[field]
-    other = "host" if field != "tls_key_file" else "tls_cert_file"  # without which it is refused
-    with_it = ("--" + other.replace("_", "-"), SAMPLES[other][0])
-    wanted = ServeConfig.model_validate({other: SAMPLES[other][1], field: value})
+    others = COMPANIONS.get(field, ())
+    with_it = [part for other in others for part in ("--" + other.replace("_", "-"), SAMPLES[other][0])]
+    wanted = ServeConfig.model_validate({other: SAMPLES[other][1] for other in others} | {field: value})
 
     flag = "--" + field.replace("_", "-")
     assert load(*with_it, *([flag] if text == "true" else [flag, text])) == wanted
@@ -198,6 +207,17 @@ def test_several_api_keys() -> None:
             {"journal": "redis+sentinel://a:1"},
             "journal must be redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or .../SERVICE/DATABASE",
         ),
+        ({"prefill_resources": {"a": 1}}, "prefill_resources and decode_resources must both be set, or none"),
+        (
+            {"prefill_resources": {"a": 1}, "decode_resources": {"b": 1}},
+            "prefill_resources and decode_resources need ray_address",
+        ),
+        (
+            {"prefill_resources": {"GPU": 1}, "decode_resources": {"b": 1}, "ray_address": "auto"},
+            "prefill_resources and decode_resources must be custom resources, got GPU",
+        ),
+        ({"decode_resources": '{"a": 0}'}, "decode_resources.a must be > 0, got 0"),
+        ({"decode_resources": "[]"}, "decode_resources must be a JSON object, got []"),
         # What a later version brings.
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
     ],
