@@ -377,7 +377,7 @@ def main() -> None:
     report("ApiServer", heard, deaf, 2250, "docs/api.md, of 16 tokens")
     step = measure_step(rounds)
     print(
-        f"{'decode step of 64':<22}{1e6 * step:.1f} us, {100 * step / _STEP_S:.2f} % of {1e3 * _STEP_S:g} ms"
+        f"decode worker: {1e6 * step:.1f} us a step of 64, {100 * step / _STEP_S:.2f} % of {1e3 * _STEP_S:g} ms"
     )
     measure_scrape(25, rounds)
     measure_traces(2000)

@@ -34,6 +34,7 @@ from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
     AbortReply,
+    Figures,
     Heartbeat,
     ModelInfo,
     QueueState,
@@ -134,8 +135,9 @@ class ScriptedScheduler:
         async with self.changed:
             self.changed.notify_all()
 
-    async def metrics(self) -> str:
-        return "scripted_total 1\n"
+    async def metrics(self, figures: Figures) -> Figures:
+        self.registry.add(figures)
+        return self.registry.figures()
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
         return AbortReply(
@@ -240,7 +242,8 @@ def test_tokens_that_overtake_the_answer_are_not_lost(server: tuple[Any, str]) -
     _, url = server
     answer = completion(url, 1, 2, 3).raise_for_status().json()
     assert answer["usage"]["total_tokens"] == 6
-    assert httpx.get(f"{url}/metrics").text == "scripted_total 1\n"
+    answers = 'purefill_http_requests_total{model="m",route="/v1/completions",code="200"}'
+    assert f"\n{answers} " in httpx.get(f"{url}/metrics").text
     assert httpx.get(f"{url}/health").status_code == 200
 
 
