@@ -39,6 +39,7 @@ from scheduler.messages import (
     TokenEvent,
     TokenEvents,
 )
+from scheduler.observe.registry import Registry
 
 _CLIENT = "bench-client"
 _MODEL = ModelInfo(
@@ -203,7 +204,9 @@ class PurefillClient:
     def __init__(self) -> None:
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         admission = Admission(max_requests=_LIMITS.max_requests, max_tokens=_LIMITS.max_tokens)
-        self._client = SchedulerClient(scheduler, name=_CLIENT, model=_MODEL, admission=admission)
+        self._client = SchedulerClient(
+            scheduler, name=_CLIENT, model=_MODEL, admission=admission, registry=Registry()
+        )
         self._player = Player(self._call)
         self._num_sent = 0
 

@@ -22,6 +22,7 @@ from scheduler.messages import (
     SCHEDULER_NAME,
     DecodeStart,
     DecodeWorkerInfo,
+    Figures,
     ModelInfo,
     PageGrant,
     PoolHandle,
@@ -35,9 +36,11 @@ from scheduler.messages import (
     TokenEvent,
     TokenEvents,
 )
+from scheduler.observe.registry import Registry
 from scheduler.workers import create_actor
 from worker.decode_actor import DecodeWorker
 from worker.events import EventSender
+from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
 
 MODEL = ModelInfo(
@@ -95,7 +98,9 @@ class CountingDecode:
                 del self.running[ref]
                 self.released.append(ref)
         released, self.released = self.released, []
-        return SimpleNamespace(events=events, released=released, seconds=0.01, num_stalled=0)
+        return SimpleNamespace(
+            events=events, released=released, seconds=0.01, num_stalled=0, bucket="8", eager_reason=None
+        )
 
 
 class CountingDecodeWorker(DecodeWorker):
@@ -103,6 +108,7 @@ class CountingDecodeWorker(DecodeWorker):
         self._engine = CountingDecode()  # type: ignore[assignment]
         self._pool = SimpleNamespace(fence=lambda epoch: None)  # type: ignore[assignment]
         self._sender = EventSender("decode-0")
+        self._figures = WorkerFigures("decode", "decode-0", model="m")
         pool = PoolHandle(
             decode_worker="decode-0",
             transport="shm",
@@ -177,6 +183,7 @@ class CountingPrefillWorker(PrefillWorker):
     def _load(self) -> PrefillWorkerInfo:
         self._engine = CountingPrefill()  # type: ignore[assignment]
         self._sender = EventSender("prefill-0")
+        self._figures = WorkerFigures("prefill", "prefill-0", model="m")
         return PrefillWorkerInfo(
             name="prefill-0",
             model=MODEL,
@@ -204,7 +211,9 @@ class Server:
     def __init__(self, name: str) -> None:
         admission = Admission(max_requests=256, max_tokens=100_000)
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
-        self.client = SchedulerClient(scheduler, name=name, model=MODEL, admission=admission)
+        self.client = SchedulerClient(
+            scheduler, name=name, model=MODEL, admission=admission, registry=Registry()
+        )
         self.watching: asyncio.Task[None] | None = None
 
     async def deliver(self, events: TokenEvents) -> None:
@@ -302,9 +311,9 @@ def test_deaths_and_hangs_of_any_part_change_no_answer(actors: dict[str, Any]) -
         late = requests(f"{i}-c", 4)
         answers += [server.complete.remote(request) for request in late]
         assert ray.get(answers, timeout=60) == [expected(request) for request in asked + late]
-    text = ray.get(actors["scheduler"].metrics.remote())
-    assert f'purefill_kv_pages{{pool="decode",state="free",worker="decode-0"}} {NUM_PAGES}.0' in text
-    assert "purefill_live_requests 0.0" in text
+    gauges = ray.get(actors["scheduler"].metrics.remote(Figures())).gauges
+    assert gauges["purefill_kv_pages"]["decode", "decode-0", "free"] == NUM_PAGES
+    assert gauges["purefill_live_requests"][()] == 0
 
 
 def test_a_request_for_which_memory_is_short_fails_alone(actors: dict[str, Any]) -> None:
