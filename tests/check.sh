@@ -13,13 +13,13 @@ export OMP_WAIT_POLICY=passive
 if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" "$@"
 fi
-# Tests of a running service wait most of the time: the unit tests run meanwhile, and are shown afterwards.
-unit_log=$(mktemp)
-python -m pytest -m "not gpu" tests/unit > "$unit_log" 2>&1 &
-unit=$!
-trap 'kill "$unit" 2> /dev/null || true; rm -f "$unit_log"' EXIT
+# Tests of a running service wait most of the time: the others run meanwhile, and are shown afterwards.
+log=$(mktemp)
+python -m pytest -m "not gpu" tests/unit tests/conformance > "$log" 2>&1 &
+others=$!
+trap 'kill "$others" 2> /dev/null || true; rm -f "$log"' EXIT
 status=0
-python -m pytest -m "not gpu" tests/conformance tests/integration || status=$?
-wait "$unit" || status=$?
-cat "$unit_log"
+python -m pytest -m "not gpu" --durations=10 tests/integration || status=$?
+wait "$others" || status=$?
+cat "$log"
 exit "$status"
