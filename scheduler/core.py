@@ -129,8 +129,7 @@ class SchedulerCore:
         if name in self._prefill:
             self._prefill.drain(name)
         elif (pool := self._pools.get(name)) is not None:
-            pool.is_draining = True
-            self._pools.changed(pool)
+            self._pools.drain(pool)
 
     def evict_sequences(self, name: str) -> None:
         """Move the sequences of a decode worker that drains: their requests wait again, with their tokens."""
@@ -297,6 +296,10 @@ class SchedulerCore:
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""
+        for earlier in report.earlier:
+            entry = self._book.entries.get(earlier.ref.request_id)
+            if entry is not None and earlier.ref in pool and entry.holds(earlier.ref):
+                self._book.catch_up(entry, pool, earlier)
         for event in report.events:
             ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
             entry = self._book.entries.get(event.request_id)

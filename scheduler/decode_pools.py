@@ -199,6 +199,9 @@ class DecodePools:
         self._page_size = 0
         self._placement = DecodePlacement()
         self._changed: dict[str, DecodePool] = {}
+        self._draining: dict[str, DecodePool] = {}
+        self._max_total_tokens: int | None = 0
+        """None: to be computed anew. It is asked for at each request, and changes with the fleet only."""
 
     def __iter__(self) -> Iterator[DecodePool]:
         return iter(self._pools.values())
@@ -215,8 +218,10 @@ class DecodePools:
     @property
     def max_total_tokens(self) -> int:
         """How many tokens a sequence may have to fit the largest pool that takes any, or will; 0 if none does."""
-        open_pools = (pool.max_tokens for pool in self if not pool.is_draining)
-        return max(chain(open_pools, self._away.values()), default=0)
+        if self._max_total_tokens is None:
+            open_pools = (pool.max_tokens for pool in self if not pool.is_draining)
+            self._max_total_tokens = max(chain(open_pools, self._away.values()), default=0)
+        return self._max_total_tokens
 
     def add(self, info: DecodeWorkerInfo) -> None:
         """Take in an empty pool. Raises `ConfigError` if its pages are not as large as those of the others."""
@@ -228,6 +233,8 @@ class DecodePools:
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
         self._pools[info.name] = DecodePool(info, self._epochs)
+        self._draining.pop(info.name, None)
+        self._max_total_tokens = None
         self.changed(self._pools[info.name])
 
     def fence_epoch(self) -> int:
@@ -237,20 +244,31 @@ class DecodePools:
     def expect_back(self, name: str) -> None:
         """Count on it that a pool that is about to be removed comes back, as large and empty."""
         self._away[name] = self._pools[name].max_tokens
+        self._max_total_tokens = None
 
     def give_up(self, name: str) -> None:
         """A pool that was expected back will not come."""
         self._away.pop(name, None)
+        self._max_total_tokens = None
+
+    def drain(self, pool: DecodePool) -> None:
+        """Give a pool no new sequences."""
+        pool.is_draining = True
+        self._draining[pool.name] = pool
+        self._max_total_tokens = None
+        self.changed(pool)
 
     def remove(self, name: str) -> None:
         """Forget a pool and all leases on it."""
         del self._pools[name]
         self._changed.pop(name, None)
+        self._draining.pop(name, None)
+        self._max_total_tokens = None
         self._placement.remove(name)
 
     def remove_drained(self) -> list[str]:
         """Forget the pools that drain and have no lease left; return their names."""
-        names = [pool.name for pool in self if pool.is_draining and not len(pool)]
+        names = [pool.name for pool in self._draining.values() if not len(pool)]
         for name in names:
             self.remove(name)
         return names

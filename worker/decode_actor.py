@@ -96,7 +96,7 @@ class DecodeWorker:
         self._engine = DecodeEngine(
             model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
-        self._engine.prepare()
+        reports = self._engine.prepare()
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
@@ -105,6 +105,7 @@ class DecodeWorker:
             device=model.device.type,
             load_seconds=time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
+            bucket_seconds={str(report.bucket): report.batch_seconds for report in reports},
         )
 
     def add(self, starts: tuple[DecodeStart, ...]) -> None:
