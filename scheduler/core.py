@@ -375,8 +375,8 @@ class SchedulerCore:
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""
         names = self._prefill.remove_drained() + self._pools.remove_drained()
-        self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
         if names:
+            self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
             self._book.fail_what_fits_nowhere(now)
 
 

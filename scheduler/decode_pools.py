@@ -51,6 +51,9 @@ class Balance(NamedTuple):
     """Sequences that must leave; `release` them when nobody touches their pages any more."""
 
 
+_NOTHING = Balance([], [])
+
+
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
@@ -145,6 +148,8 @@ class DecodePool:
 
     def balance(self) -> Balance:
         """Grant pages to those that are short of them, oldest first; name those that must leave if too few are free."""
+        if not self._short:
+            return _NOTHING
         grants: list[PageGrant] = []
         for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
             wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
@@ -199,6 +204,9 @@ class DecodePools:
         self._page_size = 0
         self._placement = DecodePlacement()
         self._changed: dict[str, DecodePool] = {}
+        """Those that may have to be balanced."""
+        self._misplaced: dict[str, DecodePool] = {}
+        """Those whose place may be another one. They are placed when one is chosen, not at each change."""
         self._draining: dict[str, DecodePool] = {}
         self._max_total_tokens: int | None = 0
         """None: to be computed anew. It is asked for at each request, and changes with the fleet only."""
@@ -262,12 +270,15 @@ class DecodePools:
         """Forget a pool and all leases on it."""
         del self._pools[name]
         self._changed.pop(name, None)
+        self._misplaced.pop(name, None)
         self._draining.pop(name, None)
         self._max_total_tokens = None
         self._placement.remove(name)
 
     def remove_drained(self) -> list[str]:
         """Forget the pools that drain and have no lease left; return their names."""
+        if not self._draining:
+            return []
         names = [pool.name for pool in self._draining.values() if not len(pool)]
         for name in names:
             self.remove(name)
@@ -284,21 +295,22 @@ class DecodePools:
 
     def changed(self, pool: DecodePool) -> None:
         """Take in that a pool's leases changed."""
-        self._changed[pool.name] = pool
-        self._place(pool)
+        self._changed[pool.name] = self._misplaced[pool.name] = pool
 
     def balance(self) -> Iterator[tuple[str, Balance]]:
         """Yield what is to be done at each decode worker whose leases changed."""
         changed, self._changed = self._changed, {}
         for name, pool in changed.items():
             balance = pool.balance()
-            self._place(pool)
+            self._misplaced[name] = pool
             yield name, balance
 
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""
+        for pool in self._misplaced.values():
+            self._placement.update(
+                pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences
+            )
+        self._misplaced.clear()
         name = self._placement.choose()
         return None if name is None else self._pools[name]
-
-    def _place(self, pool: DecodePool) -> None:
-        self._placement.update(pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences)

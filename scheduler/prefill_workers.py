@@ -106,6 +106,8 @@ class PrefillWorkers:
 
     def remove_drained(self) -> list[str]:
         """Forget those that drain and have nothing in flight; return their names."""
+        if not self._draining:
+            return []
         names = [
             name
             for name, worker in self._draining.items()

@@ -22,6 +22,8 @@ from scheduler.simulate.fleet_costs import FleetCosts
 
 _REPORT_AHEAD_TOKENS = 15
 """A worker is heard of when a sequence has room for so many tokens: the scheduler then wants pages for it."""
+_REPORT_STEPS = 8
+"""That comes after a multiple of so many steps, before the room ends, so that one report serves many sequences."""
 _NEVER = 1 << 62
 
 
@@ -223,10 +225,14 @@ class VirtualDecodeWorker:
             first = (self._step_s(n) + self._per_token * self._context) * self._slowness
             last = first + self._per_token * n * (num_steps - 1) * self._slowness
             self.busy_s += self._seconds(num_steps) * self._slowness
-            self._sink.steps(1, n - self._num_fresh, first, first, now)
-            if num_steps > 1:
-                self._sink.steps(num_steps - 1, n, first, last, now)
-            self._num_fresh = 0
+            if self._num_fresh:
+                # For these the first gap was longer than the step, and the sink has had it.
+                self._sink.steps(1, n - self._num_fresh, first, first, now)
+                num_left, self._num_fresh = num_steps - 1, 0
+            else:
+                num_left = num_steps
+            if num_left:
+                self._sink.steps(num_left, n, first, last, now)
             self._context += n * num_steps
         self._steps += num_steps
         self._clock = now
@@ -315,12 +321,12 @@ class VirtualDecodeWorker:
         """Note after how many steps something is to be done about a running sequence."""
         tokens = sequence.num_tokens + self._steps - sequence.joined_at
         room_ends = sequence.num_pages * self._page_size
-        if room_ends >= sequence.max_tokens:
-            target = sequence.max_tokens
-        else:
+        due = self._steps + sequence.max_tokens - tokens
+        if room_ends < sequence.max_tokens:
+            near = self._steps + room_ends - _REPORT_AHEAD_TOKENS - tokens
             # Near the end of its pages it is heard of after each step.
-            target = min(max(room_ends - _REPORT_AHEAD_TOKENS, tokens + 1), sequence.max_tokens)
-        due = self._steps + target - tokens
+            heard_of = -(-near // _REPORT_STEPS) * _REPORT_STEPS if near > self._steps else self._steps + 1
+            due = min(due, heard_of)
         if due != sequence.due:
             sequence.due = due
             heappush(self._due, (due, next(self._order), sequence))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from graphs.buckets import default_token_ladder
 from scheduler.actions import (
@@ -134,6 +134,8 @@ class Simulation:
         self._decode: dict[str, VirtualDecodeWorker] = {}
         self._planned: dict[str, float] = {}
         """When each decode worker's next event is."""
+        self._changed: dict[str, VirtualDecodeWorker] = {}
+        """Those whose next event may be another one now."""
         self._model = ModelInfo(
             name=costs.name,
             max_model_len=costs.max_model_len,
@@ -171,6 +173,9 @@ class Simulation:
                 call(argument, now)
             for action in core.tick(now):
                 self._perform(action, now)
+            for worker in self._changed.values():
+                self._plan(worker)
+            self._changed.clear()
             wake_at = core.wake_at()
             if wake_at is not None and wake_at <= now:
                 wake_at = None
@@ -180,7 +185,8 @@ class Simulation:
         request = Request(
             request_id=request_id,
             api_server=_API_SERVER,
-            prompt_token_ids=(0,) * arrival.num_prompt,
+            # The core only counts tokens, and a range of any length costs nothing.
+            prompt_token_ids=cast(tuple[int, ...], range(arrival.num_prompt)),
             sampling=_sampling(arrival.num_output),
         )
         times = RequestTimes(
@@ -212,12 +218,12 @@ class Simulation:
                 worker = self._decode[name]
                 for grant in grants:
                     worker.grow(grant, now)
-                self._plan(worker)
+                self._changed[name] = worker
             case SendDecodeCancel(worker=name, refs=refs) if name in self._decode:
                 worker = self._decode[name]
                 for ref in refs:
                     worker.cancel(ref, now)
-                self._plan(worker)
+                self._changed[name] = worker
             case _:
                 pass  # What ApiServers are told, the watcher has seen; a worker that died needs nothing.
 
@@ -306,7 +312,7 @@ class Simulation:
             return  # It died meanwhile.
         for start in starts:
             worker.add(start, now)
-        self._plan(worker)
+        self._changed[worker.name] = worker
 
     def _step(self, argument: tuple[VirtualDecodeWorker, float], now: float) -> None:
         worker, planned_at = argument
@@ -317,7 +323,7 @@ class Simulation:
         if report is not None:
             self._watcher.token_at = now + self._costs.http_s / 2
             self._core.step_done(report, now)
-        self._plan(worker)
+        self._changed[worker.name] = worker
 
     def _plan(self, worker: VirtualDecodeWorker) -> None:
         """Have a decode worker go on when its next event is."""
@@ -342,6 +348,7 @@ class Simulation:
             join = self._join_prefill
         else:
             worker = self._decode.pop(name)
+            self._changed.pop(name, None)
             self._core.step_done(worker.die(now), now)
             self._collector.decode_busy_s += worker.busy_s
             join = self._join_decode

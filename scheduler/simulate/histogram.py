@@ -25,7 +25,10 @@ class LogHistogram:
 
     def add_range(self, first: float, last: float, num_values: int, weight: int) -> None:
         """Take in `num_values` values that rise evenly from `first` to `last`, each `weight` times."""
-        parts = min(num_values, 1 + ceil(log(last / first) / _LOG)) if last > first > 0 else 1
+        if last <= first * _RATIO:
+            self.add((first + last) / 2, num_values * weight)
+            return
+        parts = min(num_values, 1 + ceil(log(last / first) / _LOG))
         for i in range(parts):
             size = num_values * (i + 1) // parts - num_values * i // parts
             self.add(first + (last - first) * (i + 0.5) / parts, size * weight)
