@@ -35,8 +35,8 @@ def prefill_seconds(measured_ms: Mapping[int, float]) -> tuple[dict[str, float],
     ).table()
     buckets = ", ".join(f"{n}x{SLOTS}" for n in measured_ms)
     source = (
-        f"measured: {buckets}: benchmarks/prefill_graphs.py, {DATE}, one H200, bf16, torch 2.11, {SLOTS} equal prompts. "
-        "The other buckets are interpolated by tokens; those below 128 are extrapolated."
+        f"measured: {buckets}: benchmarks/prefill_graphs.py, {DATE}, one H200, bf16, torch 2.11, {SLOTS} equal "
+        "prompts. The other buckets are interpolated by tokens; those below 128 are extrapolated."
     )
     return {f"{n}x{SLOTS}": round(seconds, 7) for n, seconds in table.items()}, source
 
@@ -71,8 +71,8 @@ def qwen3_8b() -> FleetCosts:
         http_s=HTTP_S,
         sources={
             "prefill_seconds": source,
-            "decode_seconds": f"64 and 8 sequences x 1024: measured: benchmarks/decode_step.py, {DATE}, one H200, bf16, "
-            "torch 2.11; a step is taken as one constant and a part per context token, which these two fix. Above 64 "
+            "decode_seconds": f"64 and 8 sequences x 1024: measured: benchmarks/decode_step.py, {DATE}, one H200, "
+            "bf16, torch 2.11; a step is taken as one constant and a part per context token, which these two fix. Above 64 "
             "sequences: not measured, the seconds of a prefill of as many tokens where those are more.",
             **_COMMON_SOURCES,
         },
@@ -106,8 +106,8 @@ def qwen3_06b() -> FleetCosts:
 MESSAGE_S = 0.0018
 HTTP_S = 0.0038
 _COMMON_SOURCES = {
-    "attention_seconds_per_pair": f"derived: FLOPs over the 430 TFLOP/s of the attention kernel at 8192 tokens a sequence "
-    f"(docs/prefill-graphs.md, {DATE}); counted for what exceeds the measured batches",
+    "attention_seconds_per_pair": f"derived: FLOPs over the 430 TFLOP/s of the attention kernel at 8192 tokens "
+    f"a sequence (docs/prefill-graphs.md, {DATE}); counted for what exceeds the measured batches",
     "num_pages": "computed: a GPU of 139 GiB less weights and 10 GiB",
     "message_s": f"measured on two cores of a CPU with eight requests at once: docs/decode.md, {DATE}",
     "http_s": f"likewise: reading and checking 1.8 ms, writing out 2 ms; {DATE}",

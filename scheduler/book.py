@@ -10,7 +10,14 @@ from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.decode_pools import DecodePool, DecodePools, num_start_pages
 from scheduler.errors import HandoffError, StaleLeaseError, UnavailableError, WorkerFailedError
 from scheduler.live import LiveRequest, RequestState
-from scheduler.messages import DecodeStart, EarlierTokens, PrefillItem, PrefillOutcome, SequenceRef, TokenEvent
+from scheduler.messages import (
+    DecodeStart,
+    EarlierTokens,
+    PrefillItem,
+    PrefillOutcome,
+    SequenceRef,
+    TokenEvent,
+)
 from scheduler.prefill_workers import PrefillWorkers
 
 _MAX_LOSSES = 2

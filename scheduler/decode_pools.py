@@ -308,9 +308,7 @@ class DecodePools:
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""
         for pool in self._misplaced.values():
-            self._placement.update(
-                pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences
-            )
+            self._placement.update(pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences)
         self._misplaced.clear()
         name = self._placement.choose()
         return None if name is None else self._pools[name]

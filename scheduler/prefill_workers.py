@@ -109,9 +109,7 @@ class PrefillWorkers:
         if not self._draining:
             return []
         names = [
-            name
-            for name, worker in self._draining.items()
-            if worker.batch is None and not worker.sending
+            name for name, worker in self._draining.items() if worker.batch is None and not worker.sending
         ]
         for name in names:
             del self._workers[name], self._draining[name]

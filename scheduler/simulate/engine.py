@@ -267,7 +267,9 @@ class Simulation:
             replays={},
             seconds=seconds,
         )
-        self._at(now + 2 * self._costs.message_s + seconds, self._computed, (result, self._prefill_runs[name]))
+        self._at(
+            now + 2 * self._costs.message_s + seconds, self._computed, (result, self._prefill_runs[name])
+        )
 
     def _computed(self, argument: tuple[PrefillResult, int], now: float) -> None:
         result, run = argument

@@ -1,4 +1,4 @@
-"""What a fleet's workers take and hold: the file that `purefill serve --write-cost-model` writes and that is read here."""
+"""What a fleet's workers take and hold: the file that `purefill serve --write-cost-model` writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class FleetCosts:
     """Of each figure: measured by which script and when, or how it was derived."""
 
     def __post_init__(self) -> None:
-        for name, table in (("prefill_seconds", self.prefill_seconds), ("decode_seconds", self.decode_seconds)):
+        for name, table in (
+            ("prefill_seconds", self.prefill_seconds),
+            ("decode_seconds", self.decode_seconds),
+        ):
             if not table:
                 raise ConfigError(f"{name} of cost model {self.name} must hold at least one bucket")
             for bucket, seconds in table.items():
@@ -61,7 +64,9 @@ class FleetCosts:
         for name, low in (least | dict.fromkeys(at_least_0, 0)).items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value < inf:
-                raise ConfigError(f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}")
+                raise ConfigError(
+                    f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
+                )
 
     def check(self, *, max_num_seqs: int) -> None:
         """Raise `ConfigError` if a step of so many sequences has no bucket."""

@@ -44,7 +44,9 @@ def _azure_seconds(text: str) -> float:
 
 
 _FORMATS = {
-    "azure": _Format(time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", seconds=_azure_seconds),
+    "azure": _Format(
+        time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", seconds=_azure_seconds
+    ),
     "burstgpt": _Format(time="Timestamp", prompt="Request tokens", output="Response tokens", seconds=float),
     "purefill": _Format(time="arrival_s", prompt="prompt_tokens", output="output_tokens", seconds=float),
 }
@@ -63,7 +65,11 @@ def read_trace(path: Path) -> Iterator[Arrival]:
             first = file.readline()
             if not first.strip():
                 raise ConfigError(f"trace {path} is empty")
-            rows = _mooncake(path, chain((first,), file)) if first.lstrip()[0] == "{" else _table(path, first, file)
+            rows = (
+                _mooncake(path, chain((first,), file))
+                if first.lstrip()[0] == "{"
+                else _table(path, first, file)
+            )
             start: float | None = None
             last = 0.0
             for line, time_s, num_prompt, num_output in rows:
@@ -75,7 +81,9 @@ def read_trace(path: Path) -> Iterator[Arrival]:
                 last = time_s - start
                 for name, value, least in (("prompt", num_prompt, 1), ("answer", num_output, 0)):
                     if value < least:
-                        raise ConfigError(f"{path}, line {line}: {name} tokens must be >= {least}, got {value}")
+                        raise ConfigError(
+                            f"{path}, line {line}: {name} tokens must be >= {least}, got {value}"
+                        )
                 yield Arrival(last, num_prompt, max(1, num_output))
             if start is None:
                 raise ConfigError(f"trace {path} holds no request")
@@ -100,9 +108,9 @@ def played(
     def all_of_them() -> Iterator[Arrival]:
         begins_at = 0.0
         for _ in range(repeat):
-            last, gap, count = 0.0, 0.0, 0
+            last, count = 0.0, 0
             for arrival in make():
-                gap, last, count = arrival.time_s - last, arrival.time_s, count + 1
+                last, count = arrival.time_s, count + 1
                 yield Arrival(begins_at + last / speed_up, arrival.num_prompt, arrival.num_output)
             # One mean gap lies between the last request and the first of the next round.
             begins_at += (last + last / max(1, count - 1)) / speed_up
@@ -127,7 +135,9 @@ def _table(path: Path, header: str, file: Iterable[str]) -> Iterator[_Row]:
             break
     else:
         known = ", ".join(f"{f.time},{f.prompt},{f.output}" for f in _FORMATS.values())
-        raise ConfigError(f"{path}, line 1: unknown columns {','.join(columns)}; known are {known}, and Mooncake's JSON")
+        raise ConfigError(
+            f"{path}, line 1: unknown columns {','.join(columns)}; known are {known}, and Mooncake's JSON"
+        )
     for name in (form.prompt, form.output):
         if name not in columns:
             raise ConfigError(f"{path}, line 1: column {name} is missing, got {','.join(columns)}")
@@ -149,10 +159,12 @@ def _mooncake(path: Path, file: Iterable[str]) -> Iterator[_Row]:
             row = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path}, line {line}: not JSON: {error}") from error
-        values = [row.get(key) for key in _MOONCAKE] if isinstance(row, Mapping) else [None]
-        for key, value in zip(_MOONCAKE, values, strict=False):
+        values: list[float] = []
+        for key in _MOONCAKE:
+            value = row.get(key) if isinstance(row, Mapping) else None
             if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
                 raise ConfigError(f"{path}, line {line}: {key} must be a number, got {value!r}")
+            values.append(value)
         yield line, values[0] / 1000, int(values[1]), int(values[2])
 
 
