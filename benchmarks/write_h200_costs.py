@@ -72,8 +72,8 @@ def qwen3_8b() -> FleetCosts:
         sources={
             "prefill_seconds": source,
             "decode_seconds": f"64 and 8 sequences x 1024: measured: benchmarks/decode_step.py, {DATE}, one H200, "
-            "bf16, torch 2.11; a step is taken as one constant and a part per context token, which these two fix. Above 64 "
-            "sequences: not measured, the seconds of a prefill of as many tokens where those are more.",
+            "bf16, torch 2.11; a step is taken as one constant and a part per context token, which these two fix. "
+            "Above 64 sequences: not measured, the seconds of a prefill of as many tokens where those are more.",
             **_COMMON_SOURCES,
         },
     )

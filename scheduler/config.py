@@ -213,6 +213,9 @@ class ServeConfig(BaseModel):
         description="a worker that finishes nothing for so long while it has work is started again",
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
+    write_cost_model: str | None = Field(
+        None, min_length=1, description="file for what the workers measured, for purefill simulate and plan"
+    )
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     dashboard_port: Port = Field(0, description="port of the Ray dashboard; 0: 8265 or the next free one")

@@ -36,6 +36,7 @@ from scheduler.messages import (
     WorkerConfig,
 )
 from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.simulate.measured import measured_costs, write_costs
 from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
@@ -75,6 +76,8 @@ def run_service(config: ServeConfig) -> int:
                 config = config.model_copy(update={"port": port})
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
+                    if config.write_cost_model is not None:
+                        _write_cost_model(Path(config.write_cost_model), service)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -91,6 +94,21 @@ def run_service(config: ServeConfig) -> int:
         except StopSignal:
             _say("stopped")
             return 0
+
+
+def _write_cost_model(path: Path, service: RunningService) -> None:
+    decode, prefill = service.decode[0], service.prefill[0]
+    num_workers = len(service.decode) + len(service.prefill)
+    is_shared = decode.device == "cpu" or num_workers > _num_gpus()
+    write_costs(path, measured_costs(prefill, decode, is_device_shared=is_shared))
+    _say(f"wrote the cost model to {path}")
+
+
+def _num_gpus() -> int:
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return int(resources.get("GPU", 0))
 
 
 def _drain(service: RunningService, timeout_s: float) -> None:

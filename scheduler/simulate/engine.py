@@ -249,6 +249,11 @@ class Simulation:
     def _compute(self, name: str, batch: PrefillBatch, now: float) -> None:
         lengths = [item.request.num_prefill_tokens for item in batch.items]
         seconds, padding = self._costs.prefill(lengths, self._settings.max_batch_requests)
+        neighbour = self._neighbour(name)
+        if neighbour is not None:
+            if neighbour.num_running:
+                seconds *= self._costs.shared_slowdown
+            self._slow_down(neighbour, self._costs.shared_slowdown, now)
         result = PrefillResult(
             batch_id=batch.batch_id,
             worker=name,
@@ -275,12 +280,25 @@ class Simulation:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
+        neighbour = self._neighbour(result.worker)
+        if neighbour is not None:
+            self._slow_down(neighbour, 1.0, now)
         done_at = now - self._costs.message_s
         self._watcher.token_at = done_at + self._costs.http_s / 2
         for outcome in result.outcomes:
             self._watcher.prefill_token(outcome.request_id)
         self._collector.prefilled(result.num_tokens, result.padding_tokens, result.seconds, done_at)
         self._core.prefill_done(result, now)
+
+    def _neighbour(self, prefill_worker: str) -> VirtualDecodeWorker | None:
+        """Return the decode worker on a prefill worker's device, if they share one: that of the same number."""
+        if self._costs.shared_slowdown == 1:
+            return None
+        return self._decode.get(f"decode-{prefill_worker.removeprefix('prefill-')}")
+
+    def _slow_down(self, worker: VirtualDecodeWorker, slowness: float, now: float) -> None:
+        worker.slow_down(slowness, now)
+        self._changed[worker.name] = worker
 
     # Decode workers.
 
@@ -347,6 +365,9 @@ class Simulation:
         self._collector.num_deaths += 1
         if name in self._prefill_runs:
             self._prefill_runs[name] += 1
+            neighbour = self._neighbour(name)
+            if neighbour is not None:
+                self._slow_down(neighbour, 1.0, now)
             join = self._join_prefill
         else:
             worker = self._decode.pop(name)
