@@ -65,5 +65,5 @@ def test_a_small_batch_is_never_taken_to_last_longer_than_a_large_one() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="write_cost_model: .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"write_cost_model: .* cannot be written"):
         write_costs(tmp_path, of_workers())
