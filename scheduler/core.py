@@ -269,13 +269,19 @@ class SchedulerCore:
         self._pools.give_up(name)
         self._book.fail_what_fits_nowhere(now)
 
-    def tick(self, now: float) -> list[Action]:
-        """Give pages where they are needed, form the batches that are due; return all actions since the last call."""
+    def tick(self, now: float, *, may_form: bool = True) -> list[Action]:
+        """Give pages where they are needed, form the batches that are due; return all actions since the last call.
+
+        `may_form` may be False if nothing happened since then but that sequences got tokens, and it is not `wake_at` yet:
+        then no batch can be due.
+        """
         for worker, balance in self._pools.balance():
             if balance.grants:
                 self._outbox.grows[worker] += balance.grants
             for ref in balance.preempted:
                 self._book.move_out(ref, "preempted")
+        if not may_form:
+            return self._outbox.take()
         self._let_leave(now)
         # While such a request waits for pages nobody else gets any, or it would wait for ever.
         if not self._dispatch_alone(now):

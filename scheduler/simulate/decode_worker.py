@@ -22,7 +22,7 @@ from scheduler.simulate.fleet_costs import FleetCosts
 
 _REPORT_AHEAD_TOKENS = 15
 """A worker is heard of when a sequence has room for so many tokens: the scheduler then wants pages for it."""
-_REPORT_STEPS = 8
+_REPORT_STEPS = 12
 """That comes after a multiple of so many steps, before the room ends, so that one report serves many sequences."""
 _NEVER = 1 << 62
 

@@ -144,6 +144,8 @@ class Simulation:
             dtype="",
             num_parameters=0,
         )
+        self._may_form = True
+        self._step_call = self._step  # the same object each time, so that events are told apart
         self._rng = random.Random(settings.seed)
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
@@ -153,7 +155,7 @@ class Simulation:
         for i in range(self._settings.prefill_workers):
             self._join_prefill(f"prefill-{i}", 0.0)
         http_s = self._costs.http_s / 2
-        events, core = self._events, self._core
+        events, core, step = self._events, self._core, self._step_call
         number = 0
         arrival = next(arrivals, None)
         wake_at: float | None = None
@@ -164,14 +166,18 @@ class Simulation:
             if wake_at is not None and wake_at < now:
                 now = wake_at
             assert now < inf, "requests wait for ever"
+            # A batch can only be due if more happened than that sequences got tokens.
+            self._may_form = wake_at is not None and wake_at <= now
             while arrival is not None and arrival.time_s + http_s <= now:
+                self._may_form = True
                 self._arrive(f"r{number}", arrival, now)
                 number += 1
                 arrival = next(arrivals, None)
             while events and events[0][0] <= now:
                 _, _, call, argument = heappop(events)
+                self._may_form |= call is not step
                 call(argument, now)
-            for action in core.tick(now):
+            for action in core.tick(now, may_form=self._may_form):
                 self._perform(action, now)
             for worker in self._changed.values():
                 self._plan(worker)
@@ -341,6 +347,7 @@ class Simulation:
         self._planned[worker.name] = inf
         report = worker.advance(now)
         if report is not None:
+            self._may_form |= bool(report.events or report.released)
             self._watcher.token_at = now + self._costs.http_s / 2
             self._core.step_done(report, now)
         self._changed[worker.name] = worker
@@ -351,7 +358,7 @@ class Simulation:
         if at != self._planned[worker.name]:
             self._planned[worker.name] = at
             if at < inf:
-                self._at(at, self._step, (worker, at))
+                self._at(at, self._step_call, (worker, at))
 
     # Failures.
 
