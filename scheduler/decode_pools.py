@@ -61,16 +61,17 @@ class DecodePool:
         self.ledger = PageLedger(info, epoch_source)
         self.is_draining = False
         """Whether it takes no new sequences."""
-        self._tenants: dict[SequenceRef, _Tenant] = {}
-        self._growing: set[SequenceRef] = set()
+        self._tenants: dict[int, _Tenant] = {}
+        """By the epoch of the lease, which no two share."""
+        self._growing: set[int] = set()
         """Those that may need more pages than they have."""
-        self._short: dict[SequenceRef, _Tenant] = {}
+        self._short: dict[int, _Tenant] = {}
         """Those that should have more pages than they have."""
         self._next_report = 1
         self._early_reports: dict[int, StepReport] = {}
 
     def __contains__(self, ref: SequenceRef) -> bool:
-        return ref in self._tenants
+        return ref.epoch in self._tenants
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -111,7 +112,7 @@ class DecodePool:
 
     def lease(self, request: Request, num_pages: int, age: int) -> Lease:
         """Lease pages to a request that is to be prefilled."""
-        lease = self.ledger.lease(request.request_id, num_pages)
+        lease = self.ledger.lease(num_pages)
         tenant = _Tenant(
             ref=SequenceRef(request_id=request.request_id, epoch=lease.epoch),
             age=age,
@@ -119,26 +120,26 @@ class DecodePool:
             max_tokens=request.max_total_tokens,
             num_pages=num_pages,
         )
-        self._tenants[tenant.ref] = tenant
+        self._tenants[lease.epoch] = tenant
         self._note(tenant)
         return lease
 
     def advance(self, ref: SequenceRef, num_tokens: int) -> None:
         """A sequence has `num_tokens` tokens now, the newest of which is not in its pages yet."""
-        tenant = self._tenants[ref]
+        tenant = self._tenants[ref.epoch]
         tenant.num_tokens = num_tokens
         if self._wanted(tenant, _GROW_AHEAD_TOKENS) > 0 and not tenant.leaving:
-            self._short[ref] = tenant
+            self._short[ref.epoch] = tenant
 
     def leave(self, ref: SequenceRef) -> None:
         """A sequence ended, or must leave: it gets no more pages, and those that it has come back soon."""
-        tenant = self._tenants[ref]
+        tenant = self._tenants[ref.epoch]
         tenant.leaving = True
         self._note(tenant)
 
     def release(self, ref: SequenceRef) -> bool:
         """Take back a sequence's pages. Returns False if it had none any more."""
-        tenant = self._tenants.pop(ref, None)
+        tenant = self._tenants.pop(ref.epoch, None)
         if tenant is None:
             return False
         tenant.leaving = True
@@ -158,14 +159,14 @@ class DecodePool:
                 grants.append(self.ledger.grow(tenant.ref, num_pages))
                 tenant.num_pages += num_pages
             if num_pages == wanted:
-                del self._short[tenant.ref]
+                del self._short[tenant.ref.epoch]
             self._note(tenant)
         return Balance(grants, self._preempt() if self._short else [])
 
     def _preempt(self) -> list[SequenceRef]:
         """Return those that must leave so that each sequence at the end of its pages gets another."""
         coming = self.ledger.free_pages + sum(t.num_pages for t in self._tenants.values() if t.leaving)
-        needed = {ref: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for ref, t in self._short.items()}
+        needed = {epoch: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for epoch, t in self._short.items()}
         preempted: list[SequenceRef] = []
         by_age = sorted((t for t in self._tenants.values() if not t.leaving), key=lambda tenant: tenant.age)
         while sum(needed.values()) > coming:
@@ -173,7 +174,7 @@ class DecodePool:
             if len(by_age) == 1 and by_age[0].num_pages < self.ledger.num_pages:
                 break
             youngest = by_age.pop()
-            needed.pop(youngest.ref, None)
+            needed.pop(youngest.ref.epoch, None)
             coming += youngest.num_pages
             preempted.append(youngest.ref)
             self.leave(youngest.ref)
@@ -187,11 +188,11 @@ class DecodePool:
     def _note(self, tenant: _Tenant) -> None:
         """Keep the sets of those that grow and of those that are short of pages as they should be."""
         if tenant.leaving:
-            self._short.pop(tenant.ref, None)
+            self._short.pop(tenant.ref.epoch, None)
         if not tenant.leaving and tenant.num_pages < self.ledger.pages_for(tenant.max_tokens):
-            self._growing.add(tenant.ref)
+            self._growing.add(tenant.ref.epoch)
         else:
-            self._growing.discard(tenant.ref)
+            self._growing.discard(tenant.ref.epoch)
 
 
 class DecodePools:

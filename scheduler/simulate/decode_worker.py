@@ -75,7 +75,8 @@ class VirtualDecodeWorker:
         """When the last step ended that is counted in `_steps`."""
         self._boundary = _NEVER
         """After so many steps the commands that wait are obeyed."""
-        self._active: dict[SequenceRef, _Sequence] = {}
+        self._active: dict[int, _Sequence] = {}
+        """By the epoch of the lease, which no two share."""
         self._context = 0
         """Tokens that the next step attends to."""
         self._due: list[tuple[int, int, _Sequence]] = []
@@ -108,7 +109,7 @@ class VirtualDecodeWorker:
 
     def grow(self, grant: PageGrant, now: float) -> None:
         """Give a sequence more pages. Nothing happens if it is gone."""
-        sequence = self._active.get(grant.ref)
+        sequence = self._active.get(grant.ref.epoch)
         if sequence is not None:
             sequence.num_pages += len(grant.page_ids)
             self._file(sequence)
@@ -154,7 +155,7 @@ class VirtualDecodeWorker:
         released: list[SequenceRef] = []
         while self._due and self._due[0][0] <= self._steps:
             due, _, sequence = heappop(self._due)
-            if sequence.due == due and sequence.ref in self._active:
+            if sequence.due == due and sequence.ref.epoch in self._active:
                 self._attend_to(sequence, events, earlier, released)
         if self._boundary == self._steps:
             self._obey(earlier, released)
@@ -188,7 +189,7 @@ class VirtualDecodeWorker:
 
     def _next_step(self) -> int:
         due = self._due
-        while due and (due[0][2].due != due[0][0] or due[0][2].ref not in self._active):
+        while due and (due[0][2].due != due[0][0] or due[0][2].ref.epoch not in self._active):
             heappop(due)
         return min(due[0][0], self._boundary) if due else self._boundary
 
@@ -284,7 +285,7 @@ class VirtualDecodeWorker:
                 [s for s in self._joining if s.ref not in leaving],
                 [s.ref for s in self._joining if s.ref in leaving],
             )
-            for sequence in [self._active[ref] for ref in leaving if ref in self._active]:
+            for sequence in [self._active[ref.epoch] for ref in leaving if ref.epoch in self._active]:
                 tokens = self._catch_up(sequence)
                 if tokens is not None:
                     earlier.append(tokens)
@@ -295,7 +296,7 @@ class VirtualDecodeWorker:
         joining, self._joining = self._joining, []
         for sequence in joining:
             sequence.joined_at, sequence.num_reported = self._steps, 0
-            self._active[sequence.ref] = sequence
+            self._active[sequence.ref.epoch] = sequence
             self._context += sequence.num_tokens
             self._file(sequence)
         if joining:
@@ -312,7 +313,7 @@ class VirtualDecodeWorker:
 
     def _take_out(self, sequence: _Sequence) -> None:
         made = self._steps - sequence.joined_at
-        del self._active[sequence.ref]
+        del self._active[sequence.ref.epoch]
         self._context -= sequence.num_tokens + made
         sequence.num_tokens += made
         sequence.num_outputs += made
