@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ray.exceptions import RayActorError, RayError
@@ -45,6 +46,7 @@ from scheduler.messages import (
 )
 from scheduler.metrics import SchedulerMetrics
 from scheduler.readiness import ProgressWatch
+from scheduler.request_trace import RequestTrace, TracedMetrics
 from scheduler.workers import WorkerKind, WorkerTemplate
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class SchedulerConfig:
     """What workers that are added later are started with; None: none can be added."""
     watchdog_timeout_s: float = 300.0
     """How long a worker that has work may finish none of it before it is started again."""
+    request_log: str | None = None
+    """File for a row of each request's time and lengths."""
     log_level: str = "info"
 
 
@@ -74,7 +78,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
+        self._trace: RequestTrace | None = None
         self._metrics = SchedulerMetrics()
+        if config.request_log is not None:
+            # Open as long as this process lives.
+            file = Path(config.request_log).open("a", encoding="utf-8")  # noqa: SIM115
+            self._trace = RequestTrace(file)
+            self._metrics = TracedMetrics(self._trace)
         # Above the epochs of a scheduler that died: it made fewer than one lease a nanosecond.
         self._life = time.time_ns()
         self._core = SchedulerCore(
@@ -123,6 +133,9 @@ class Scheduler:
         await self._crew.until_open()
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
+        if self._trace is not None:
+            for group, rejection in zip(groups, rejections, strict=True):
+                self._trace.accepted(() if rejection else group, time.time())
         queue = self._core.queue_state(now)
         self._pump()
         return SubmitReply(rejections=rejections, queue=queue)

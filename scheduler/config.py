@@ -213,6 +213,11 @@ class ServeConfig(BaseModel):
         description="a worker that finishes nothing for so long while it has work is started again",
     )
     ray_address: str | None = Field(None, min_length=1, description="Ray cluster to join, HOST:PORT or auto")
+    request_log: str | None = Field(
+        None,
+        min_length=1,
+        description="file to which each request's time and lengths are appended, for purefill simulate and plan",
+    )
     write_cost_model: str | None = Field(
         None, min_length=1, description="file for what the workers measured, for purefill simulate and plan"
     )

@@ -72,6 +72,7 @@ def run_service(config: ServeConfig) -> int:
     with stop_on_signals():
         try:
             started = time.perf_counter()
+            _check_files(config)
             with reserved_port(config.host, config.port) as port:
                 config = config.model_copy(update={"port": port})
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
@@ -94,6 +95,19 @@ def run_service(config: ServeConfig) -> int:
         except StopSignal:
             _say("stopped")
             return 0
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Raise `ConfigError` if a file cannot be written, rather than after the model is loaded."""
+    for name in ("request_log", "write_cost_model"):
+        file = getattr(config, name)
+        try:
+            if file is not None:
+                Path(file).open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"{name} must be a file that can be written, got {file}: {error.strerror}"
+            ) from error
 
 
 def _write_cost_model(path: Path, service: RunningService) -> None:
@@ -205,6 +219,8 @@ def _start_actors(
             ),
             worker_template=template,
             watchdog_timeout_s=config.watchdog_timeout_s,
+            # Actors may have another working directory.
+            request_log=config.request_log and str(Path(config.request_log).resolve()),
             log_level=config.log_level,
         ),
         max_restarts=-1,

@@ -43,12 +43,16 @@ def _azure_seconds(text: str) -> float:
     return (datetime.fromisoformat(text[:26]) - datetime(2023, 1, 1)).total_seconds()
 
 
+TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
+"""Of the trace that a service writes (`scheduler.request_trace`): seconds since 1970, and tokens."""
 _FORMATS = {
     "azure": _Format(
         time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", seconds=_azure_seconds
     ),
     "burstgpt": _Format(time="Timestamp", prompt="Request tokens", output="Response tokens", seconds=float),
-    "purefill": _Format(time="arrival_s", prompt="prompt_tokens", output="output_tokens", seconds=float),
+    "purefill": _Format(
+        time=TRACE_COLUMNS[0], prompt=TRACE_COLUMNS[1], output=TRACE_COLUMNS[2], seconds=float
+    ),
 }
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 """Keys of each line's JSON object; the timestamp is in milliseconds."""
@@ -89,15 +93,6 @@ def read_trace(path: Path) -> Iterator[Arrival]:
                 raise ConfigError(f"trace {path} holds no request")
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from error
-
-
-def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
-    """Write a trace in our own format."""
-    own = _FORMATS["purefill"]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow((own.time, own.prompt, own.output))
-        writer.writerows((f"{a.time_s:.6f}", a.num_prompt, a.num_output) for a in arrivals)
 
 
 def played(

@@ -7,12 +7,23 @@ from pathlib import Path
 import pytest
 
 from scheduler.errors import ConfigError
+from scheduler.messages import Request, SamplingParams
+from scheduler.request_trace import RequestTrace
 from scheduler.simulate.synthetic import parse_load
-from scheduler.simulate.traces import Arrival, played, read_trace, write_trace
+from scheduler.simulate.traces import Arrival, played, read_trace
 from tests.support.data import shared_file
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 OWN = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+def request(request_id: str, num_prompt: int = 4) -> Request:
+    return Request(
+        request_id=request_id,
+        api_server="api-0",
+        prompt_token_ids=(1,) * num_prompt,
+        sampling=SamplingParams(max_tokens=9),
+    )
 
 
 def written(folder: Path, text: str, name: str = "t.csv") -> Path:
@@ -42,10 +53,28 @@ def test_burstgpt_counts_a_failed_answer_as_one_token(tmp_path: Path) -> None:
     assert list(read_trace(written(tmp_path, text))) == [Arrival(0.0, 472, 18), Arrival(40.0, 1087, 1)]
 
 
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
-    arrivals = [Arrival(0.0, 3, 4), Arrival(0.25, 5, 6)]
-    write_trace(tmp_path / "own.csv", arrivals)
-    assert list(read_trace(tmp_path / "own.csv")) == arrivals
+def test_what_a_service_writes_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    first, second, third = (request(f"r{i}", num_prompt=3 + i) for i in range(3))
+    with path.open("a") as file:
+        trace = RequestTrace(file)
+        trace.accepted([first, second], 1000.25)
+        trace.ended(second, 7)
+        assert path.read_text() == OWN or not path.read_text()
+        trace.accepted([third], 1000.0)  # the clock was set back
+        trace.ended(request("unknown"), 1)
+        trace.ended(first, 5)
+        trace.ended(third, 9)
+    with path.open("a") as file:
+        again = RequestTrace(file)
+        again.accepted([request("r9")], 1002.25)
+        again.ended(request("r9"), 2)
+    assert list(read_trace(path)) == [
+        Arrival(0.0, 3, 5),
+        Arrival(0.0, 4, 7),
+        Arrival(0.0, 5, 9),
+        Arrival(2.0, 4, 2),
+    ]
 
 
 @pytest.mark.parametrize(
