@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from scheduler.errors import ConfigError
@@ -31,8 +28,7 @@ def simulate(
 ) -> tuple[dict[str, Any], Collector]:
     """Play a load on a fleet; return the figures, and what they were made from. Raises `ConfigError`."""
     collector = Collector(slo)
-    with no_cycles():
-        Simulation(settings, costs, collector).run(load.arrivals())
+    Simulation(settings, costs, collector).run(load.arrivals())
     summary = summarize(
         settings, costs, collector, load=load.name, slo=slo, gpu_price_per_hour=gpu_price_per_hour
     )
@@ -58,15 +54,3 @@ def run_simulate(options: argparse.Namespace) -> int:
     # Not on stdout, which is the same for the same seed.
     print(f"purefill: {summary['requests']:,} requests in {seconds:.1f} s", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """Switch the search for reference cycles off: a simulation makes none, and many objects to search."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -17,7 +17,6 @@ from typing import Any, cast
 from graphs.buckets import default_token_ladder
 from scheduler.actions import (
     Action,
-    RequeueReason,
     SendDecodeCancel,
     SendDecodeGrow,
     SendDecodeStarts,
@@ -25,14 +24,13 @@ from scheduler.actions import (
 )
 from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
-from scheduler.batching.former import BatchFormer, FormedBatch
+from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
-    HandoffResult,
     ModelInfo,
     PoolHandle,
     PrefillBatch,
@@ -41,76 +39,15 @@ from scheduler.messages import (
     PrefillWorkerInfo,
     Request,
     SamplingParams,
-    StepReport,
 )
 from scheduler.simulate.collector import Collector, RequestTimes
 from scheduler.simulate.decode_worker import VirtualDecodeWorker
 from scheduler.simulate.fleet import FleetSettings
 from scheduler.simulate.fleet_costs import FleetCosts
 from scheduler.simulate.traces import Arrival
+from scheduler.simulate.watcher import Watcher
 
 _API_SERVER = "api-0"
-
-
-class _Watcher:
-    """The core's observer, and the decode workers' sink: owns the times of the requests that live."""
-
-    def __init__(self, collector: Collector, out_s: float) -> None:
-        """`out_s`: from a worker to the client."""
-        self.live: dict[str, RequestTimes] = {}
-        self.token_at = 0.0
-        """When clients have the tokens that are being reported."""
-        self._collector = collector
-        self._out_s = out_s
-
-    def prefill_token(self, request_id: str) -> None:
-        """A prefill gave a request a token."""
-        at = self.token_at
-        times = self.live[request_id]
-        if times.first_token_s is None:
-            times.first_token_s = at
-        else:
-            self._collector.gap(at - times.last_token_s)
-        times.last_token_s = at
-
-    def joined(self, request_id: str, second_token_at: float) -> None:
-        """See `DecodeSink`."""
-        times = self.live.get(request_id)
-        if times is not None:
-            at = second_token_at + self._out_s
-            self._collector.gap(max(0.0, at - times.last_token_s))
-            times.last_token_s = at
-
-    def left(self, request_id: str, last_token_at: float) -> None:
-        """See `DecodeSink`."""
-        times = self.live.get(request_id)
-        if times is not None:
-            times.last_token_s = last_token_at + self._out_s
-
-    def steps(self, num_steps: int, num_sequences: int, first_s: float, last_s: float, now: float) -> None:
-        """See `DecodeSink`."""
-        self._collector.steps(num_steps, num_sequences, first_s, last_s, now)
-
-    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
-        self._collector.batch(len(formed.requests), formed.reason)
-        for queued in formed.requests:
-            self._collector.queued.add(now - queued.arrival_time)
-
-    def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
-        times = self.live.pop(request.request_id)
-        times.outcome = outcome
-        times.last_token_s = max(times.last_token_s, self.token_at)
-        self._collector.ended(times)
-
-    def requeued(self, reason: RequeueReason) -> None:
-        self._collector.requeues[reason] += 1
-
-    def rejected(self, label: str) -> None: ...
-    def prefilled(self, result: PrefillResult) -> None: ...
-    def handed_off(self, handoff: HandoffResult) -> None: ...
-    def first_token(self, waited_s: float) -> None: ...
-    def stepped(self, report: StepReport) -> None: ...
-    def refused(self, what: str) -> None: ...
 
 
 class Simulation:
@@ -122,7 +59,7 @@ class Simulation:
         self._settings = settings
         self._costs = costs
         self._collector = collector
-        self._watcher = _Watcher(collector, costs.http_s / 2)
+        self._watcher = Watcher(collector, costs.http_s / 2)
         self._core = SchedulerCore(
             _make_former(settings),
             QueueLimits(max_requests=settings.max_queued_requests, max_tokens=settings.max_queued_tokens),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from scheduler.errors import ConfigError
 from scheduler.simulate.collector import Collector, RequestTimes, Slo
-from scheduler.simulate.command import no_cycles
 from scheduler.simulate.engine import Simulation
 from scheduler.simulate.fleet import FleetSettings
 from scheduler.simulate.fleet_costs import FleetCosts
@@ -69,8 +68,7 @@ class Question:
 
         collector = Collector(self.slo, on_request)
         try:
-            with no_cycles():
-                Simulation(fleet, self.costs, collector).run(iter(self.arrivals))
+            Simulation(fleet, self.costs, collector).run(iter(self.arrivals))
         except _MissedError:
             return None
         return Plan(
