@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from scheduler.actions import Observer, RequeueReason
+from scheduler.actions import RequeueReason
 from scheduler.batching.former import FormedBatch
-from scheduler.messages import Request
+from scheduler.messages import HandoffResult, PrefillResult, Request, StepReport
 from scheduler.simulate.collector import Collector, RequestTimes
 
 
-class Watcher(Observer):
+class Watcher:
     """The core's observer, and the decode workers' sink: owns the times of the requests that live."""
 
     def __init__(self, collector: Collector, out_s: float) -> None:
@@ -63,3 +63,21 @@ class Watcher(Observer):
     def requeued(self, reason: RequeueReason) -> None:
         """See `Observer`."""
         self._collector.requeues[reason] += 1
+
+    def rejected(self, label: str) -> None:
+        """Whoever asked knows it."""
+
+    def prefilled(self, result: PrefillResult) -> None:
+        """The engine tells the collector itself."""
+
+    def handed_off(self, handoff: HandoffResult) -> None:
+        """No pages travel."""
+
+    def first_token(self, waited_s: float) -> None:
+        """`prefill_token` knows when the client has it."""
+
+    def stepped(self, report: StepReport) -> None:
+        """`steps` knows each step."""
+
+    def refused(self, what: str) -> None:
+        """What comes of it is counted as `requeued`."""
