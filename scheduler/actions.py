@@ -9,10 +9,12 @@ from typing import Literal, Protocol
 from scheduler.batching.former import FormedBatch
 from scheduler.messages import (
     DecodeStart,
+    DecodeWorkerInfo,
     HandoffResult,
     PageGrant,
     PrefillBatch,
     PrefillResult,
+    PrefillWorkerInfo,
     Request,
     SequenceRef,
     StepReport,
@@ -77,10 +79,10 @@ RequeueReason = Literal["preempted", "stale_lease", "worker_lost", "handoff_fail
 class Observer(Protocol):
     """Told of what happens, for metrics and logs. All times are in seconds."""
 
-    def rejected(self, label: str) -> None:
-        """A request was not accepted."""
+    def joined(self, info: PrefillWorkerInfo | DecodeWorkerInfo) -> None:
+        """A worker is ready, for the first time or again."""
 
-    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
+    def batch_formed(self, batch: PrefillBatch, worker: str, formed: FormedBatch) -> None:
         """A batch leaves for a prefill worker."""
 
     def prefilled(self, result: PrefillResult) -> None:
@@ -88,9 +90,6 @@ class Observer(Protocol):
 
     def handed_off(self, handoff: HandoffResult) -> None:
         """The pages of a batch have arrived at their decode worker, or not."""
-
-    def first_token(self, waited_s: float) -> None:
-        """A request has its first token, `waited_s` after its arrival."""
 
     def stepped(self, report: StepReport) -> None:
         """A decode worker made a step."""

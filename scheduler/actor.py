@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,21 +29,25 @@ from scheduler.batching.former import BatchFormer
 from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.crew import Crew
-from scheduler.errors import OverloadedError
 from scheduler.fleet import Fleet, restart
 from scheduler.messages import (
     AbortReply,
     DecodeWorkerInfo,
+    Figures,
     Heartbeat,
     PrefillResult,
     PrefillWorkerInfo,
     Request,
     SchedulerState,
     ServiceLoad,
+    ServiceStatus,
     StepReport,
     SubmitReply,
 )
 from scheduler.metrics import SchedulerMetrics
+from scheduler.observe.logs import LogFormat, log_to_stderr
+from scheduler.observe.ray_export import PERIOD_S, RayMirror
+from scheduler.observe.workers import OF_WORKERS
 from scheduler.readiness import ProgressWatch
 from scheduler.request_trace import RequestTrace, TracedMetrics
 from scheduler.workers import WorkerKind, WorkerTemplate
@@ -71,13 +74,16 @@ class SchedulerConfig:
     request_log: str | None = None
     """File for a row of each request's time and lengths."""
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    model: str = ""
+    """Name of the model, for the metrics in Ray."""
 
 
 class Scheduler:
     """The one owner of the queue and of every request's state. Never sees a tensor, never blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format="%(message)s")
+        log_to_stderr(config.log_level, config.log_format)
         self._trace: RequestTrace | None = None
         self._metrics = SchedulerMetrics()
         if config.request_log is not None:
@@ -85,6 +91,8 @@ class Scheduler:
             file = Path(config.request_log).open("a", encoding="utf-8")  # noqa: SIM115
             self._trace = RequestTrace(file)
             self._metrics = TracedMetrics(self._trace)
+        self._mirror = RayMirror({"model": config.model})
+        self._is_in_ray = False
         # Above the epochs of a scheduler that died: it made fewer than one lease a nanosecond.
         self._life = time.time_ns()
         self._core = SchedulerCore(
@@ -158,9 +166,10 @@ class Scheduler:
             _LOG.warning("%s starts again; %d requests of its former life are ended", name, num_ended)
             self._pump()
         self._api_lives[name] = heartbeat.life
-        self._metrics.rejected(OverloadedError.label, heartbeat.num_overloaded)
-        if heartbeat.journal is not None:
-            self._metrics.journal_status(heartbeat.api_server, heartbeat.journal)
+        self._metrics.heartbeat(heartbeat)
+        if not self._is_in_ray:
+            self._is_in_ray = True
+            self._actors.spawn(self._publish_to_ray())
         return SchedulerState(life=self._life, num_deaths=self._crew.num_deaths)
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
@@ -207,9 +216,23 @@ class Scheduler:
         self._actors.cancel_all()
         self._crew.stop()
 
-    async def metrics(self) -> str:
-        """Return all metrics in Prometheus' text format."""
-        return self._metrics.render(self._core)
+    async def metrics(self, figures: Figures) -> Figures:
+        """Take in what an ApiServer counted of late, and return all figures of the service."""
+        self._metrics.add(figures)
+        return self._metrics.figures(self._core)
+
+    async def status(self) -> ServiceStatus:
+        """Return what the service does, in one look."""
+        return ServiceStatus(
+            problem=await self.not_ready(), load=await self.load(), actors=self._metrics.actors(self._core)
+        )
+
+    async def _publish_to_ray(self) -> None:
+        """Show the figures through Ray too, apart from those that the workers show themselves. Never returns."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            figures = self._metrics.figures(self._core, without=OF_WORKERS)
+            await asyncio.to_thread(self._mirror.publish, figures)
 
     def _pump(self) -> None:
         """Carry out what the core wants, and call again when it next wants something."""

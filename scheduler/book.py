@@ -58,7 +58,7 @@ class RequestBook:
 
     def enqueue(self, entry: LiveRequest, now: float, *, front: bool = False) -> None:
         """Put a request into the queue, before or behind those that have not begun yet."""
-        request = entry.request
+        request, entry.queued_at = entry.request, now
         queued = QueuedRequest(
             request_id=request.request_id,
             num_tokens=request.num_prefill_tokens,
@@ -104,7 +104,9 @@ class RequestBook:
         if not self.num_waiting:
             self._drain.left(0, 0, now, is_empty=True)
 
-    def prefilled(self, item: PrefillItem, outcome: PrefillOutcome, now: float) -> None:
+    def prefilled(
+        self, item: PrefillItem, outcome: PrefillOutcome, now: float, *, handoff_s: float = 0.0
+    ) -> None:
         """Go on with one request whose prefill is back: decode, wait again, or end."""
         entry = self.entries[outcome.request_id]
         has_ended = outcome.finish_reason is not None and entry.resume_at is None
@@ -127,7 +129,12 @@ class RequestBook:
             entry.num_failed_handoffs = 0
             first_token_id = entry.output_token_ids[-1]
             self._outbox.starts[pool.name].append(
-                DecodeStart(request=entry.request, lease=item.lease, first_token_id=first_token_id)
+                DecodeStart(
+                    request=entry.request,
+                    lease=item.lease,
+                    first_token_id=first_token_id,
+                    handoff_s=handoff_s,
+                )
             )
 
     def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:

@@ -15,6 +15,7 @@ from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve
 from scheduler.options import add_serve_options, load_config
 from scheduler.ray_environment import set_ray_environment
 from scheduler.simulate.options import add_plan_options, add_simulate_options
+from scheduler.status import print_status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,6 +49,10 @@ def _run(arguments: list[str]) -> int:
         return _models(options)
     if options.command in _SIMULATED:
         return _SIMULATED[options.command](options)
+    if options.command == "status":
+        return print_status(options.url, as_json=options.json)
+    if options.command == "top":
+        return _top(options)
     given = vars(options)
     del given["command"]
     config = load_config(given, os.environ)
@@ -81,6 +86,16 @@ def _models(options: argparse.Namespace) -> int:
     for model in models:
         print(f"{model.name}\t{model.size_bytes / 1e6:.0f} MB\t{model.path}")
     return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from scheduler.top.command import TopOptions, run_top
+
+    # The variable is the service's own, which may take several.
+    api_key = options.api_key or os.environ.get("PUREFILL_API_KEYS", "").partition(",")[0].strip()
+    return run_top(
+        TopOptions(url=options.url, api_key=api_key or None, interval_s=options.interval, once=options.once)
+    )
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
@@ -120,7 +135,40 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
             description="Search policy, batch size, timeout and workers for the least GPUs that hold an SLO.",
         )
     )
+    status = commands.add_parser(
+        "status",
+        help="say what a running service does",
+        allow_abbrev=False,
+        description="Say what a running service and its actors do. Exit code 0: it is ready; 1: it runs and is not "
+        "ready; 3: nothing answers.",
+    )
+    status.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="where the API is (default: %(default)s)"
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_top(commands.add_parser("top", help="watch a service in the terminal", allow_abbrev=False))
     return parser, commands.choices
+
+
+def _add_top(top: argparse.ArgumentParser) -> None:
+    top.description = (
+        "Show what a service does: queue, batches, buckets, times and KV pages. Ctrl-C ends it. "
+        "Where the output is no terminal, it shows one interval and ends."
+    )
+    top.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)"
+    )
+    top.add_argument(
+        "--api-key", metavar="TEXT", help="key to send (default: the first of PUREFILL_API_KEYS)"
+    )
+    top.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)g)",
+    )
+    top.add_argument("--once", action="store_true", help="show one interval and end")
 
 
 def _unknown_option(text: str, command: argparse.ArgumentParser) -> str:

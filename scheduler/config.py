@@ -101,7 +101,9 @@ class ServeConfig(BaseModel):
         "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces"
     )
     port: Port = Field(8000, description="port of the API; 0 takes a free one")
-    metrics_port: Port | None = Field(None, description="port of /metrics, if not the API's own")
+    metrics_port: Port | None = Field(
+        None, description="port of /metrics, if not the API's own; 0 takes a free one"
+    )
     max_batch_requests: Count = Field(8, description="prompts of a full prefill batch")
     batch_timeout_ms: float = Field(
         20.0, ge=0, le=60_000, description="longest that a prompt is held for others to join its batch"
@@ -223,6 +225,14 @@ class ServeConfig(BaseModel):
     )
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    log_format: Literal["text", "json"] = Field("text", description="form of each line of the log")
+    log_prompts: bool = Field(False, description="write prompts to the log")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="https?://.+",
+        description="where OpenTelemetry spans of requests are sent, such as http://127.0.0.1:4318; "
+        "needs purefill[otel] (OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
     dashboard_port: Port = Field(0, description="port of the Ray dashboard; 0: 8265 or the next free one")
 
     @field_validator("api_key", "cors_origin", mode="before")
@@ -271,9 +281,6 @@ class ServeConfig(BaseModel):
         """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
         later = {
             "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
-            "metrics_port must be the API's port, one of its own comes later": (
-                self.metrics_port not in (None, self.port)
-            ),
         }
         for message, asked in later.items():
             if asked:
@@ -289,12 +296,16 @@ class ServeConfig(BaseModel):
         if isinstance(data, Mapping):
             for name, value in data.items():
                 # pydantic would take true for 1
-                if isinstance(value, bool) and name in cls.model_fields and name != "usage_stats":
+                if isinstance(value, bool) and name in cls.model_fields and not _is_switch(cls, name):
                     raise ConfigError(f"{name} must not be true or false, got {value}{_from(sources, name)}")
         try:
             return handler(data)
         except ValidationError as error:
             raise ConfigError(_explain(error, sources)) from None
+
+
+def _is_switch(config: type[BaseModel], name: str) -> bool:
+    return config.model_fields[name].annotation is bool
 
 
 _LIMITS = {
@@ -303,6 +314,7 @@ _LIMITS = {
     "literal_error": "must be {expected}",
     "finite_number": "must be a finite number",
     "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}",
     "too_short": "must not be empty",
     "value_error": "{error}",
 }

@@ -63,6 +63,8 @@ class SchedulerCore:
         self._num_accepted = 0
         # No worker mistakes a batch for one of a scheduler before this one.
         self._num_batches = first_epoch - 1
+        self._room_since: float | None = None
+        """Since when what waits could be computed and is held for others to join; None: it is not."""
         self._outbox = Outbox()
         self._book = RequestBook(
             former, self._drain, self._prefill, self._pools, observer=observer, outbox=self._outbox
@@ -86,9 +88,25 @@ class SchedulerCore:
         return len(self._book.entries)
 
     @property
+    def waiting_by_class(self) -> dict[int, tuple[int, int]]:
+        """Requests and tokens that wait in each priority class; those that came back are in none."""
+        tokens = self._former.tokens_by_class
+        return {priority: (num, tokens[priority]) for priority, num in self._former.counts_by_class.items()}
+
+    @property
     def ledgers(self) -> Iterable[PageLedger]:
         """The page ledger of each decode worker."""
         return (pool.ledger for pool in self._pools)
+
+    @property
+    def pools(self) -> Iterable[DecodePool]:
+        """The pool of each decode worker that is in service."""
+        return iter(self._pools)
+
+    @property
+    def draining_prefill_workers(self) -> dict[str, bool]:
+        """Whether each prefill worker that is in service drains, by name."""
+        return self._prefill.draining
 
     @property
     def working(self) -> set[str]:
@@ -109,12 +127,14 @@ class SchedulerCore:
     def add_prefill_worker(self, info: PrefillWorkerInfo) -> None:
         """A prefill worker is ready."""
         self._prefill.add(info.name)
+        self._observer.joined(info)
         if info.bucket_seconds:
             self._former.measured(seconds_by_tokens(info.bucket_seconds))
 
     def add_decode_worker(self, info: DecodeWorkerInfo) -> None:
         """A decode worker is ready, with an empty pool. Raises `ConfigError` if its pages have another size."""
         self._pools.add(info)
+        self._observer.joined(info)
 
     def fence_epoch(self) -> int:
         """Return an epoch above those of all leases so far, and below those of all to come."""
@@ -141,7 +161,6 @@ class SchedulerCore:
         """Accept all requests of a group, or none and say why."""
         rejection = self._refusal(group, now)
         if rejection is not None:
-            self._observer.rejected(rejection.label)
             return rejection
         for request in group:
             self._accept(request, now)
@@ -206,16 +225,16 @@ class SchedulerCore:
         for outcome in result.outcomes:
             entry = self._book.entries[outcome.request_id]
             if outcome.token_id is not None:
-                if not entry.output_token_ids:
-                    self._observer.first_token(now - entry.arrival_time)
                 entry.output_token_ids.append(outcome.token_id)
         if result.handoff_pending:
             self._prefill.is_sending(batch, result)
             return
+        handoff_s = 0.0
         if result.handoff is not None:
             self._observer.handed_off(result.handoff)
+            handoff_s = result.handoff.seconds
         for item, outcome in zip(batch.items, result.outcomes, strict=True):
-            self._book.prefilled(item, outcome, now)
+            self._book.prefilled(item, outcome, now, handoff_s=handoff_s)
 
     def handoff_done(self, handoff: HandoffResult, now: float) -> None:
         """A prefill worker that had computed a batch knows what became of its pages."""
@@ -228,7 +247,7 @@ class SchedulerCore:
                 outcome = replace(
                     outcome, error_label=failure.error_label, error_message=failure.error_message
                 )
-            self._book.prefilled(item, outcome, now)
+            self._book.prefilled(item, outcome, now, handoff_s=handoff.seconds)
 
     def step_done(self, report: StepReport, now: float) -> None:
         """A decode worker made a step."""
@@ -287,6 +306,8 @@ class SchedulerCore:
         if not self._dispatch_alone(now):
             return self._outbox.take()
         while self._prefill.num_idle and (pool := self._pools.choose()) is not None:
+            if self._room_since is None:
+                self._room_since = now
             formed = self._former.form(
                 now,
                 free_pages=pool.free_pages,
@@ -294,8 +315,12 @@ class SchedulerCore:
                 workers=self._prefill.view(now),
             )
             if formed is None:
+                if self._former.wake_at() is None:
+                    self._room_since = None  # Nothing waits, or nothing that waits fits.
                 break
             self._dispatch(pool, formed, now)
+        else:
+            self._room_since = None
         return self._outbox.take()
 
     # How it is done.
@@ -331,6 +356,7 @@ class SchedulerCore:
         entry = LiveRequest(
             request=request,
             arrival_time=now,
+            queued_at=now,
             age=self._num_accepted,
             output_token_ids=list(request.output_token_ids),
         )
@@ -370,13 +396,20 @@ class SchedulerCore:
             entry = self._book.entries[queued.request_id]
             entry.state = RequestState.PREFILLING
             entry.lease = pool.lease(entry.request, queued.num_pages, entry.age)
-            items.append(PrefillItem(request=entry.request, lease=entry.lease))
+            held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
+            held_s = now - held_since
+            waited_s = now - entry.queued_at
+            items.append(
+                PrefillItem(
+                    request=entry.request, lease=entry.lease, queued_s=waited_s - held_s, held_s=held_s
+                )
+            )
         self._pools.changed(pool)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=pool.name, items=tuple(items))
         worker = self._prefill.dispatch(batch, self._former.expected_seconds(formed.num_tokens), now)
         self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
-        self._observer.batch_formed(batch.batch_id, worker, formed, now)
+        self._observer.batch_formed(batch, worker, formed)
 
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""

@@ -24,6 +24,8 @@ class LiveRequest:
     request: Request
     """With the tokens that it had when it was last queued."""
     arrival_time: float
+    queued_at: float
+    """When it was last put into the queue."""
     age: int
     """Smaller is older."""
     state: RequestState = RequestState.WAITING

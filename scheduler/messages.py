@@ -10,7 +10,7 @@ ApiServer  ──resume(Requests)► Scheduler
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -156,6 +156,29 @@ class ServiceLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStatus:
+    """What is known of an actor."""
+
+    name: str
+    pool: str
+    """``scheduler``, ``api``, ``prefill`` or ``decode``."""
+    state: str
+    """``ready``, ``draining`` or ``dead``."""
+    start_time: float
+    """When it began to serve, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """What a service does, in one look."""
+
+    problem: str | None
+    """Why it is not ready; None if it is."""
+    load: ServiceLoad
+    actors: tuple[ActorStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
     """What the scheduler says to submitted groups of requests."""
 
@@ -163,6 +186,16 @@ class SubmitReply:
     """Why not, one entry a group; None where all of the group were accepted."""
     queue: QueueState
     """The queue with them in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Values of metrics: by name, then by the values of the metric's labels. Names are those of the catalogue."""
+
+    counters: Mapping[str, Mapping[tuple[str, ...], float]] = field(default_factory=dict)
+    gauges: Mapping[str, Mapping[tuple[str, ...], float]] = field(default_factory=dict)
+    histograms: Mapping[str, Mapping[tuple[str, ...], Sequence[float]]] = field(default_factory=dict)
+    """Of each series: the sum of its values, then how many fell into each bucket and above the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +214,10 @@ class JournalStatus:
 class Heartbeat:
     """What an ApiServer tells the scheduler about once a second."""
 
-    num_overloaded: int
-    """Requests that it turned away since the last heartbeat, because the queue seemed full."""
-    api_server: str = ""
+    api_server: str
     """Who says so."""
+    figures: Figures
+    """What it counted since the last one."""
     life: int = 0
     """Another number in each process that has had this name."""
     journal: JournalStatus | None = None
@@ -226,6 +259,10 @@ class PrefillItem:
 
     request: Request
     lease: Lease
+    queued_s: float = 0.0
+    """How long it waited because all prefill workers were busy, or no decode worker had room."""
+    held_s: float = 0.0
+    """How long it was held besides, for others to join its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +327,8 @@ class PrefillResult:
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     """Forward passes without a graph, by reason."""
     seconds: float = 0.0
+    flops: float = 0.0
+    """Floating point operations that the model's definition needs for these tokens; none for padding."""
     handoff: HandoffResult | None = None
     """What became of the pages, if that is known already."""
     handoff_pending: bool = False
@@ -304,6 +343,8 @@ class DecodeStart:
     lease: Lease
     first_token_id: int
     """The token that prefill chose; its KV is not in the pages yet."""
+    handoff_s: float = 0.0
+    """What it took to bring its pages to the decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +357,20 @@ class PageGrant:
     first_page: int
     """How many pages the sequence has without these: grants may overtake each other."""
     page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where a sequence's time went, in durations: clocks of different hosts need not agree."""
+
+    queued_s: float = 0.0
+    """It waited because all prefill workers were busy, or no decode worker had room."""
+    held_s: float = 0.0
+    """It was held besides, for others to join its batch."""
+    prefill_s: float = 0.0
+    """Its batch was at the prefill worker."""
+    handoff_s: float = 0.0
+    """Its pages were on their way to the decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +391,8 @@ class TokenEvent:
     """With the first token only; one entry a prompt token, None for the first."""
     error_label: str | None = None
     error_message: str | None = None
+    timing: Timing | None = None
+    """With the first token of each prefill, and with the first of each decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,6 +428,10 @@ class StepReport:
     """Sequences that sat the step out, for want of a page."""
     earlier: tuple[EarlierTokens, ...] = ()
     """Before `events`: only workers that do not report every step, as the simulated ones, have any."""
+    bucket: str = ""
+    """In which the step ran, such as ``8x8``; empty if nothing was computed."""
+    eager_reason: str | None = None
+    """Why it ran without a graph, if it did."""
     number: int = 1
     """Counts the reports of a run from 1: calls of an actor may overtake each other."""
     run_id: int = 0
@@ -485,3 +546,5 @@ class PrefillWorkerInfo:
     warmup_seconds: float
     transports: Mapping[str, str] = field(default_factory=dict)
     """How its pages reach each decode worker, by name."""
+    peak_flops: float | None = None
+    """Dense matrix operations per second that its device is good for in its dtype; None: not known."""

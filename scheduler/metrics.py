@@ -1,228 +1,199 @@
-"""What the scheduler counts, in Prometheus' form, and the log line of each batch."""
+"""What the scheduler counts, for itself, for the workers and for the ApiServers, and the log line of each batch."""
 
 from __future__ import annotations
 
 import logging
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import time
+from collections.abc import Callable, Collection
+from importlib.metadata import version
+from typing import get_args
 
 from scheduler.actions import RequeueReason
-from scheduler.batching.former import FormedBatch
+from scheduler.batching.former import DispatchReason, FormedBatch
 from scheduler.core import SchedulerCore
-from scheduler.messages import HandoffResult, JournalStatus, PrefillResult, Request, StepReport
+from scheduler.messages import (
+    ActorStatus,
+    DecodeWorkerInfo,
+    Figures,
+    HandoffResult,
+    Heartbeat,
+    PrefillBatch,
+    PrefillResult,
+    PrefillWorkerInfo,
+    Request,
+    StepReport,
+)
+from scheduler.observe import catalogue as m
+from scheduler.observe.catalogue import CATALOGUE, Metric
+from scheduler.observe.registry import Registry
+from scheduler.observe.workers import count_handoff, count_prefill, count_step, declare_worker
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_HANDOFF_SECONDS = (0.00001, 0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
-_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_MAX_CLASS = 10
+"""Priorities beyond are shown as one class: each class that was ever seen is a series."""
+_STATES = ("ready", "draining", "dead")
+_WORKER_POOLS = ("prefill", "decode")
+_SILENT_S = 5.0
+"""An ApiServer that says nothing for so long is dead: it should every second."""
 
 
 class SchedulerMetrics:
-    """Owns the metrics of the service; an `Observer` of the scheduler's core."""
+    """Owns the figures of the whole service; an `Observer` of the scheduler's core.
 
-    def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._rejections = Counter(
-            "purefill_rejections", "Requests that were not accepted.", ["reason"], registry=registry
-        )
-        self._requests = Counter(
-            "purefill_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
-        )
-        self._batches = Counter(
-            "purefill_batches", "Prefill batches, by what made them leave.", ["reason"], registry=registry
-        )
-        self._past_deadline = Counter(
-            "purefill_requests_past_deadline",
-            "Requests that left the queue after the time by which their first token was wished for.",
-            registry=registry,
-        )
-        self._batch_requests = Histogram(
-            "purefill_prefill_batch_requests",
-            "Requests of a prefill batch.",
-            buckets=_REQUESTS,
-            registry=registry,
-        )
-        self._batch_tokens = Histogram(
-            "purefill_prefill_batch_tokens", "Tokens of a prefill batch.", buckets=_TOKENS, registry=registry
-        )
-        self._padding = Counter(
-            "purefill_prefill_padding_tokens", "Token positions computed for padding.", registry=registry
-        )
-        self._replays = Counter(
-            "purefill_graph_replays", "Prefill passes in a bucket.", ["bucket"], registry=registry
-        )
-        self._eager = Counter(
-            "purefill_eager_steps", "Forward passes without a graph.", ["reason"], registry=registry
-        )
-        self._prefill_seconds = Histogram(
-            "purefill_prefill_seconds", "Time of a batch in its worker.", buckets=_SECONDS, registry=registry
-        )
-        self._first_token = Histogram(
-            "purefill_time_to_first_token_seconds",
-            "From a request's arrival at the scheduler to its first token.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._step_seconds = Histogram(
-            "purefill_decode_step_seconds", "Time of a decode step.", buckets=_SECONDS, registry=registry
-        )
-        self._request_seconds = Histogram(
-            "purefill_request_seconds",
-            "From a request's arrival to its end.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._prompt_tokens = Counter(
-            "purefill_prefill_tokens", "Tokens prefilled, padding not counted.", registry=registry
-        )
-        self._output_tokens = Counter("purefill_output_tokens", "Tokens produced.", registry=registry)
-        self._handoff_seconds = Histogram(
-            "purefill_handoff_seconds",
-            "What it took to bring the KV pages of a batch to their decode worker.",
-            ["transport"],
-            buckets=_HANDOFF_SECONDS,
-            registry=registry,
-        )
-        self._handoff_bytes = Counter(
-            "purefill_handoff_bytes",
-            "KV pages brought to decode workers, in bytes.",
-            ["transport"],
-            registry=registry,
-        )
-        self._preemptions = Counter(
-            "purefill_preemptions",
-            "Sequences that left their pages to older ones, to be computed again later.",
-            registry=registry,
-        )
-        self._requeues = Counter(
-            "purefill_requeues", "Requests that were put back into the queue.", ["reason"], registry=registry
-        )
-        self._restarts = Counter(
-            "purefill_worker_restarts",
-            "Workers that died and were started again.",
-            ["worker"],
-            registry=registry,
-        )
-        self._refused = Counter(
-            "purefill_leases_refused",
-            "Writes, reads and reports that came under a lease that had ended.",
-            ["what"],
-            registry=registry,
-        )
-        self._stalled = Counter(
-            "purefill_decode_stalled_sequences",
-            "Times that a sequence sat a decode step out, for want of a page.",
-            registry=registry,
-        )
-        self._queue_requests = Gauge("purefill_queue_requests", "Requests that wait.", registry=registry)
-        self._queue_tokens = Gauge(
-            "purefill_queue_tokens", "Tokens of requests that wait.", registry=registry
-        )
-        self._live = Gauge("purefill_live_requests", "Requests that have not ended.", registry=registry)
-        self._pages = Gauge("purefill_kv_pages", "KV pages.", ["pool", "worker", "state"], registry=registry)
-        self._leases = Gauge("purefill_kv_leases", "Leases on KV pages.", ["worker"], registry=registry)
+    What a worker counted stays when it dies, so that no counter falls.
+    """
 
-        self._journal_up = Gauge(
-            "purefill_journal_up", "1: the journal can be reached.", ["api_server"], registry=registry
-        )
-        self._journal_lag = Gauge(
-            "purefill_journal_lag_seconds",
-            "How long the oldest token waits that is to be written into the journal.",
-            ["api_server"],
-            registry=registry,
-        )
-        self._unjournaled = Gauge(
-            "purefill_unjournaled_requests",
-            "Requests that went on without the journal, since the ApiServer started.",
-            ["api_server"],
-            registry=registry,
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        """`clock` returns seconds since 1970."""
+        self._clock = clock
+        self._registry = registry = Registry()
+        self._peak_flops: dict[str, float] = {}
+        self._pool_of: dict[str, str] = {}
+        self._dead: set[str] = set()
+        self._heard_at: dict[str, float] = {}
+        """By ApiServer."""
+        self._classes = {"0", "returned"}
+        registry.declare(*[x for x in CATALOGUE if x.kind != "gauge" and not x.labels])
+        for reason in get_args(DispatchReason):
+            registry.declare(
+                m.BATCHES, m.BATCH_REQUESTS, m.BATCH_TOKENS, m.WAIT_SECONDS, m.HOLD_SECONDS, labels=(reason,)
+            )
+        for reason in get_args(RequeueReason):
+            registry.declare(m.REQUEUES, labels=(reason,))
+        for outcome in ("stop", "length", "cancelled"):
+            registry.declare(m.REQUESTS, labels=(outcome,))
+        for what in ("write", "read", "event"):
+            registry.declare(m.LEASES_REFUSED, labels=(what,))
+        registry.set(m.START_TIME, clock(), "scheduler", "scheduler")
+
+    def figures(self, core: SchedulerCore, *, without: Collection[Metric] = ()) -> Figures:
+        """Return all figures, gauges as of now, except those of some metrics."""
+        registry = self._registry
+        registry.set(m.LIVE_REQUESTS, core.num_live)
+        self._set_queue(core)
+        # What a worker that is gone had says nothing any more.
+        registry.clear(m.KV_PAGES)
+        registry.clear(m.KV_LEASES)
+        for pool in core.pools:
+            ledger, worker = pool.ledger, ("decode", pool.name)
+            registry.set(m.KV_PAGES, ledger.num_pages - ledger.free_pages, *worker, "used")
+            registry.set(m.KV_PAGES, ledger.free_pages - pool.free_pages, *worker, "reserved")
+            registry.set(m.KV_PAGES, pool.free_pages, *worker, "free")
+            registry.set(m.KV_LEASES, ledger.num_leases, *worker)
+        states = self.states(core)
+        for metric in (m.START_TIME, m.PREFILL_UTILISATION, m.PEAK_FLOPS):
+            for kind, name in registry.values(metric):
+                if kind in _WORKER_POOLS and name not in states:
+                    registry.drop(metric, kind, name)
+        for kind in _WORKER_POOLS:
+            for state in _STATES:
+                count = sum(self._pool_of[name] == kind and is_in == state for name, is_in in states.items())
+                registry.set(m.WORKERS, count, kind, state)
+        return registry.figures(without=without)
+
+    def states(self, core: SchedulerCore) -> dict[str, str]:
+        """Return the state of each worker, by name: ``ready``, ``draining`` or ``dead``."""
+        is_draining = {pool.name: pool.is_draining for pool in core.pools} | core.draining_prefill_workers
+        states = {name: "draining" if drains else "ready" for name, drains in is_draining.items()}
+        return states | {name: "dead" for name in self._dead if name not in states}
+
+    def actors(self, core: SchedulerCore) -> tuple[ActorStatus, ...]:
+        """Return what is known of each actor, workers that left on purpose excepted."""
+        states, now = {"scheduler": "ready", **self.states(core)}, self._clock()
+        for name, heard_at in self._heard_at.items():
+            states[name] = "ready" if now - heard_at < _SILENT_S else "dead"
+        return tuple(
+            ActorStatus(name=name, pool=pool, state=states[name], start_time=start_time)
+            for (pool, name), start_time in self._registry.values(m.START_TIME).items()
+            if name in states
         )
 
-    def render(self, core: SchedulerCore) -> str:
-        """Return all metrics in Prometheus' text format, gauges as of now."""
-        self._queue_requests.set(core.num_waiting)
-        self._queue_tokens.set(core.num_waiting_tokens)
-        self._live.set(core.num_live)
-        # What a decode worker that died had says nothing any more.
-        self._pages.clear()
-        self._leases.clear()
-        for ledger in core.ledgers:
-            self._pages.labels("decode", ledger.worker, "free").set(ledger.free_pages)
-            self._pages.labels("decode", ledger.worker, "used").set(ledger.num_pages - ledger.free_pages)
-            self._leases.labels(ledger.worker).set(ledger.num_leases)
-        return generate_latest(self._registry).decode()
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Add what an ApiServer counted, which is alive, and remember how its journal does."""
+        name, journal = heartbeat.api_server, heartbeat.journal
+        self._heard_at[name] = self._clock()
+        self.add(heartbeat.figures)
+        if journal is not None:
+            self._registry.set(m.JOURNAL_UP, journal.is_up, name)
+            self._registry.set(m.JOURNAL_LAG, journal.lag_s, name)
+            self._registry.set(m.UNJOURNALED, journal.num_unjournaled, name)
 
-    def rejected(self, label: str, count: int = 1) -> None:
-        """Count requests that were not accepted."""
-        if count:
-            self._rejections.labels(label).inc(count)
+    def add(self, figures: Figures) -> None:
+        """Add what an ApiServer counted."""
+        self._registry.add(figures)
 
-    def journal_status(self, api_server: str, status: JournalStatus) -> None:
-        """Remember how an ApiServer gets on with its journal."""
-        self._journal_up.labels(api_server).set(status.is_up)
-        self._journal_lag.labels(api_server).set(status.lag_s)
-        self._unjournaled.labels(api_server).set(status.num_unjournaled)
-
-    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
-        """Count a batch, and log it."""
-        self._batches.labels(formed.reason).inc()
-        self._batch_requests.observe(len(formed.requests))
-        self._batch_tokens.observe(formed.num_tokens)
-        self._past_deadline.inc(formed.num_past_deadline)
-        _LOG.info(
-            "batch %d to %s: %d requests, %d tokens, %s, oldest waited %.1f ms",
-            batch_id,
-            worker,
-            len(formed.requests),
-            formed.num_tokens,
-            formed.reason,
-            1000 * (now - min(request.arrival_time for request in formed.requests)),
+    def joined(self, info: PrefillWorkerInfo | DecodeWorkerInfo) -> None:
+        """Show a worker from now on."""
+        registry = self._registry
+        kind = "prefill" if isinstance(info, PrefillWorkerInfo) else "decode"
+        self._pool_of[info.name] = kind
+        self._dead.discard(info.name)
+        declare_worker(registry, kind, info.name)
+        registry.declare(m.WORKER_RESTARTS, labels=(kind, info.name))
+        registry.set(m.START_TIME, self._clock(), kind, info.name)
+        registry.set(
+            m.BUILD_INFO,
+            1,
+            *(version(package) for package in ("purefill", "ray", "torch")),
+            info.device,
+            info.model.dtype,
         )
-
-    def prefilled(self, result: PrefillResult) -> None:
-        """Count what a batch cost."""
-        self._padding.inc(result.padding_tokens)
-        self._prompt_tokens.inc(result.num_tokens)
-        self._output_tokens.inc(sum(outcome.token_id is not None for outcome in result.outcomes))
-        self._prefill_seconds.observe(result.seconds)
-        for bucket, count in result.replays.items():
-            self._replays.labels(bucket).inc(count)
-        for reason, count in result.eager_steps.items():
-            self._eager.labels(reason).inc(count)
-
-    def handed_off(self, handoff: HandoffResult) -> None:
-        """Count pages that arrived, and what it took."""
-        self._handoff_seconds.labels(handoff.transport).observe(handoff.seconds)
-        self._handoff_bytes.labels(handoff.transport).inc(handoff.num_bytes)
-
-    def first_token(self, waited_s: float) -> None:
-        """Observe a time to first token."""
-        self._first_token.observe(waited_s)
-
-    def stepped(self, report: StepReport) -> None:
-        """Count a decode step and its tokens."""
-        self._step_seconds.observe(report.seconds)
-        self._output_tokens.inc(sum(event.token_id is not None for event in report.events))
-        self._stalled.inc(report.num_stalled)
-
-    def requeued(self, reason: RequeueReason) -> None:
-        """Count a request that waits again."""
-        self._requeues.labels(reason).inc()
-        self._preemptions.inc(reason == "preempted")
+        if isinstance(info, PrefillWorkerInfo) and info.peak_flops is not None:
+            self._peak_flops[info.name] = info.peak_flops
+            registry.set(m.PEAK_FLOPS, info.peak_flops, kind, info.name)
 
     def worker_died(self, worker: str) -> None:
         """Count a worker that is started again."""
-        self._restarts.labels(worker).inc()
+        self._dead.add(worker)
+        self._registry.inc(m.WORKER_RESTARTS, self._pool_of[worker], worker)
+
+    def batch_formed(self, batch: PrefillBatch, worker: str, formed: FormedBatch) -> None:
+        """Count a batch, and log it."""
+        registry, reason = self._registry, formed.reason
+        registry.inc(m.BATCHES, reason)
+        registry.observe(m.BATCH_REQUESTS, len(batch.items), reason)
+        registry.observe(m.BATCH_TOKENS, formed.num_tokens, reason)
+        registry.inc(m.PAST_DEADLINE, by=formed.num_past_deadline)
+        longest_s = 0.0
+        for item in batch.items:
+            waited_s = item.queued_s + item.held_s
+            longest_s = max(longest_s, waited_s)
+            registry.observe(m.WAIT_SECONDS, waited_s, reason)
+            registry.observe(m.HOLD_SECONDS, item.held_s, reason)
+        _LOG.info(
+            "batch %d to %s: %d requests, %d tokens, %s, oldest waited %.1f ms",
+            batch.batch_id,
+            worker,
+            len(batch.items),
+            formed.num_tokens,
+            reason,
+            1000 * longest_s,
+        )
+
+    def prefilled(self, result: PrefillResult) -> None:
+        """Count what a batch cost. The core tells of its pages apart."""
+        count_prefill(self._registry, result, self._peak_flops.get(result.worker))
+
+    def handed_off(self, handoff: HandoffResult) -> None:
+        """Count pages that arrived, and what it took."""
+        count_handoff(self._registry, handoff)
+
+    def stepped(self, report: StepReport) -> None:
+        """Count a decode step and its tokens."""
+        count_step(self._registry, report)
+
+    def requeued(self, reason: RequeueReason) -> None:
+        """Count a request that waits again."""
+        self._registry.inc(m.REQUEUES, reason)
+        self._registry.inc(m.PREEMPTIONS, by=reason == "preempted")
 
     def refused(self, what: str) -> None:
         """Count what came under a lease that had ended."""
-        self._refused.labels(what).inc()
+        self._registry.inc(m.LEASES_REFUSED, what)
 
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         """Count a request that ended, and log it."""
-        self._requests.labels(outcome).inc()
-        self._request_seconds.observe(seconds)
+        self._registry.inc(m.REQUESTS, outcome)
         _LOG.debug(
             "request %s: %d + %d tokens, %s after %.3f s",
             request.request_id,
@@ -231,3 +202,16 @@ class SchedulerMetrics:
             outcome,
             seconds,
         )
+
+    def _set_queue(self, core: SchedulerCore) -> None:
+        requests, tokens = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
+        for priority, (num_requests, num_tokens) in core.waiting_by_class.items():
+            name = str(max(-_MAX_CLASS, min(priority, _MAX_CLASS)))
+            requests[name] = requests.get(name, 0) + num_requests
+            tokens[name] = tokens.get(name, 0) + num_tokens
+        requests["returned"] = core.num_waiting - sum(requests.values())
+        tokens["returned"] = core.num_waiting_tokens - sum(tokens.values())
+        self._classes |= requests.keys()
+        for name, count in requests.items():
+            self._registry.set(m.QUEUE_REQUESTS, count, name)
+            self._registry.set(m.QUEUE_TOKENS, tokens[name], name)

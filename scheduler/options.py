@@ -11,6 +11,7 @@ import yaml
 
 from scheduler.config import ServeConfig, unknown_name
 from scheduler.errors import ConfigError
+from scheduler.observe.traces import ENDPOINT_VARIABLE
 
 _PREFIX = "PUREFILL_"
 _CONFIG_VARIABLE = "PUREFILL_CONFIG"
@@ -61,6 +62,9 @@ def load_config(options: Mapping[str, object], environ: Mapping[str, str]) -> Se
     for name, value in given.items():
         values[name] = value
         sources.pop(name, None)
+    if environ.get(ENDPOINT_VARIABLE) and "otlp_endpoint" not in values:
+        values["otlp_endpoint"] = environ[ENDPOINT_VARIABLE]
+        sources["otlp_endpoint"] = f"from {ENDPOINT_VARIABLE}"
     return ServeConfig.model_validate(values, context=sources)
 
 

@@ -53,6 +53,11 @@ class PrefillWorkers:
         """Workers that have a batch to compute, or pages to send."""
         return [name for name, worker in self._workers.items() if worker.batch is not None or worker.sending]
 
+    @property
+    def draining(self) -> dict[str, bool]:
+        """Whether each worker drains, by name."""
+        return {name: worker.is_draining for name, worker in self._workers.items()}
+
     def view(self, now: float) -> Workers:
         """Return what a batch policy wants to know of them."""
         return self._placement.workers(now)

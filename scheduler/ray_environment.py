@@ -28,3 +28,5 @@ def set_ray_environment(config: ServeConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Ray starts its workers at niceness 15: anything else on the machine would be served before requests are.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Of lines that differ in numbers only, as those of two requests, Ray would show the first.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -36,9 +36,13 @@ from scheduler.messages import (
     WorkerConfig,
 )
 from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.observe.logs import relay_actor_logs, say_on_stderr
+from scheduler.observe.traces import check_installed
 from scheduler.simulate.measured import measured_costs, write_costs
 from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
+
+_LOG = logging.getLogger("purefill")
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: tokens travel in messages, KV in the workers' own memory."""
@@ -69,12 +73,18 @@ def run_service(config: ServeConfig) -> int:
 
     A second signal ends the wait for that. Raises `ConfigError` if it cannot start.
     """
+    say_on_stderr(_LOG, config.log_format)
     with stop_on_signals():
         try:
             started = time.perf_counter()
             _check_files(config)
-            with reserved_port(config.host, config.port) as port:
-                config = config.model_copy(update={"port": port})
+            if config.otlp_endpoint is not None:
+                check_installed()
+            with (
+                reserved_port(config.host, config.port) as port,
+                _reserved_metrics_port(config, port) as other,
+            ):
+                config = config.model_copy(update={"port": port, "metrics_port": other})
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
@@ -123,6 +133,16 @@ def _num_gpus() -> int:
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return int(resources.get("GPU", 0))
+
+
+@contextmanager
+def _reserved_metrics_port(config: ServeConfig, port: int) -> Iterator[int | None]:
+    """Keep a port for the metrics, and yield it; None if they are at the API's own."""
+    if config.metrics_port is None or config.metrics_port == port:
+        yield None
+    else:
+        with reserved_port(config.host, config.metrics_port) as reserved:
+            yield reserved
 
 
 def _drain(service: RunningService, timeout_s: float) -> None:
@@ -180,6 +200,8 @@ def _init_ray(config: ServeConfig) -> Any:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         context = ray.init(namespace=RAY_NAMESPACE, logging_level=logging.ERROR, **options)
+        if config.log_format == "json":
+            relay_actor_logs()
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place.
         return context
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -201,10 +223,12 @@ def _start_actors(
         # calls of `load` below raise again.
         for actor in prefill_actors:
             actor.load_model.remote()
-    decode = tuple(_get([actor.load.remote() for actor in decode_actors]))
-    pools = tuple(info.pool for info in decode)
-    _say("warming up the prefill buckets")
-    prefill = tuple(_get([actor.load.remote(pools) for actor in prefill_actors]))
+    pools = tuple(_get([actor.make_pool.remote() for actor in decode_actors]))
+    _say("warming up the prefill buckets and decode steps")
+    loading = [actor.load.remote() for actor in decode_actors]
+    loading += [actor.load.remote(pools) for actor in prefill_actors]
+    infos = _get(loading)
+    decode, prefill = tuple(infos[: len(decode_actors)]), tuple(infos[len(decode_actors) :])
     scheduler = _create(
         Scheduler,
         SCHEDULER_NAME,
@@ -222,6 +246,8 @@ def _start_actors(
             # Actors may have another working directory.
             request_log=config.request_log and str(Path(config.request_log).resolve()),
             log_level=config.log_level,
+            log_format=config.log_format,
+            model=decode[0].model.name,
         ),
         max_restarts=-1,
     )
@@ -335,6 +361,8 @@ def _api_config(
             max_concurrent_requests=config.max_concurrent_requests,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
+            log_prompts=config.log_prompts,
+            serves_metrics=config.metrics_port is None,
         ),
         connections=ConnectionLimits(
             max_connections=config.max_connections,
@@ -348,6 +376,9 @@ def _api_config(
             url=config.journal, ttl_s=config.journal_ttl_s, on_failure=config.journal_on_failure
         ),
         log_level=config.log_level,
+        log_format=config.log_format,
+        metrics_port=config.metrics_port,
+        otlp_endpoint=config.otlp_endpoint,
     )
 
 
@@ -386,7 +417,7 @@ def _stop_actors(actors: list[Any]) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"purefill: {line}", file=sys.stderr, flush=True)
+    _LOG.info(line)
 
 
 def _graphs(info: PrefillWorkerInfo) -> str:
@@ -397,6 +428,10 @@ def _transports(service: RunningService) -> str:
     """Return how pages travel, and where more ways than one, how many pairs of workers use each."""
     ways = Counter(way for info in service.prefill for way in info.transports.values())
     return next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({n} pairs)" for way, n in ways.items())
+
+
+def _with_port(url: str, port: int | None) -> str:
+    return url if port is None else f"{url.rpartition(':')[0]}:{port}"
 
 
 def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
@@ -417,12 +452,16 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
         "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker, "
         f"{len(service.decode)} DecodeWorker",
         "API": f"{service.url}/v1/completions",
-        "metrics": f"{service.url}/metrics",
+        "metrics": f"{_with_port(service.url, config.metrics_port)}/metrics",
         # Ray asks for the token of its cluster, which a browser does not have yet.
         "dashboard": f"{service.dashboard_url} (token: ray get-auth-token)"
         if service.dashboard_url
         else "none",
     }
-    _say(f"version {version('purefill')} is ready after {seconds:.1f} s")
+    ready = f"version {version('purefill')} is ready after {seconds:.1f} s"
+    if config.log_format == "json":
+        _LOG.info(ready, extra={"fields": rows})
+        return
+    _say(ready)
     for name, value in rows.items():
         print(f"  {name:<10}{value}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from graphs.layout import SlotInput
 from graphs.programs import Ticket
 from graphs.runner import BucketReport
 from scheduler.errors import InvalidRequestError
-from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, TokenEvent
+from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, Timing, TokenEvent
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
@@ -45,6 +45,8 @@ class _Sequence:
     newest_token: int
     num_outputs: int
     state: OutputState | None = None
+    handoff_s: float | None = None
+    """What it took to bring its pages here; None once that was reported."""
     row: int = -1
     """Where it stands in the step under way that computes its next token; -1: in none."""
     ended: bool = False
@@ -66,6 +68,10 @@ class StepOutcome:
     """Sequences whose pages are touched no more. Those that have not ended are to be computed again."""
     num_stalled: int = 0
     """Sequences that had no room for another token."""
+    bucket: str = ""
+    """In which the step ran; empty if nothing was computed."""
+    eager_reason: str | None = None
+    """Why it ran without a graph, if it did."""
 
 
 class DecodeEngine:
@@ -129,6 +135,7 @@ class DecodeEngine:
             num_cached=request.num_prefill_tokens,
             newest_token=start.first_token_id,
             num_outputs=len(request.output_token_ids) + 1,
+            handoff_s=start.handoff_s,
         )
         if sequence.ref in self._cancelled_early:
             del self._cancelled_early[sequence.ref]
@@ -213,6 +220,7 @@ class DecodeEngine:
 
     def _take(self, step: _Step, outcome: StepOutcome) -> None:
         """Wait for a step, and take its tokens."""
+        outcome.bucket, outcome.eager_reason = str(step.ticket.bucket), self._runner.eager_reason
         following = () if self._under_way is None else self._under_way.sequences
         next_rows = {id(sequence): row for row, sequence in enumerate(following)}
         tokens, report = step.ticket.result(), step.ticket.report()
@@ -244,7 +252,9 @@ class DecodeEngine:
             token_id=token,
             finish_reason=reason,
             logprobs=read_logprobs(request.sampling, report, token),
+            timing=None if sequence.handoff_s is None else Timing(handoff_s=sequence.handoff_s),
         )
+        sequence.handoff_s = None
         outcome.events.append((request.api_server, event))
         sequence.num_cached += 1
         sequence.num_outputs += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -19,31 +19,38 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     PageGrant,
+    PoolHandle,
     SequenceRef,
     StepReport,
     WorkerConfig,
 )
+from worker.figures import WorkerFigures
 
 if TYPE_CHECKING:
     from worker.decode import DecodeEngine, StepOutcome
     from worker.events import EventSender
     from worker.handoff.receiver import Receiver
     from worker.kv_pool import KVPool
+    from worker.model import Model
 
 
 class DecodeWorker:
     """Owns KV pages and decodes the sequences in them. `run` steps; the other calls only leave it commands."""
 
-    # Imports of torch are in `load`, for the reason given in prefill_actor.
+    # Imports of torch are in `make_pool`, for the reason given in prefill_actor.
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         # Only the thread in `run` touches the engine; commands reach it through this queue.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._model: Model
         self._engine: DecodeEngine
+        self._figures: WorkerFigures
         self._sender: EventSender
         self._pool: KVPool
         self._receiver: Receiver
+        self._handle: PoolHandle | None = None
+        self._load_seconds = 0.0
         self._info: DecodeWorkerInfo | None = None
         self._stepping = threading.Lock()
 
@@ -51,10 +58,10 @@ class DecodeWorker:
         return f"DecodeWorker({self._config.name}, {self._config.model_name})"
 
     def load(self, fence_epoch: int = 0) -> DecodeWorkerInfo:
-        """Load the model, allocate the KV pages and warm up. Raises `ConfigError` with the reason.
+        """Load the model and allocate the KV pages, unless `make_pool` has, and warm up.
 
         A worker that is loaded drops what it does for a scheduler that is gone. Leases older than `fence_epoch` are
-        refused from then on.
+        refused from then on. Raises `ConfigError` with the reason.
         """
         if self._info is None:
             self._info = self._load()
@@ -67,22 +74,26 @@ class DecodeWorker:
             self._pool.fence(fence_epoch)
         return self._info
 
-    def _load(self) -> DecodeWorkerInfo:
+    def make_pool(self) -> PoolHandle:
+        """Load the model and allocate the KV pages, unless that is done. Raises `ConfigError` with the reason.
+
+        Prefill workers can open the pool while `load` does the rest.
+        """
         from worker import startup
-        from worker.decode import DecodeEngine
         from worker.events import EventSender
         from worker.kv_pool import KVPool
 
+        if self._handle is not None:
+            return self._handle
         config, started = self._config, time.perf_counter()
-        model = startup.load(config)
-        pool, handle = KVPool.create(
+        self._model = model = startup.load(config)
+        self._pool, handle = KVPool.create(
             model.kv_spec,
             name=config.name,
             num_pages=startup.choose_num_pages(model, config),
             page_size=startup.page_size(model),
             device=model.device,
         )
-        self._pool = pool
         self._sender = EventSender(config.name)
         handle = replace(handle, node_id=ray.get_runtime_context().get_node_id())
         if config.takes_remote_pages != "no":
@@ -91,19 +102,28 @@ class DecodeWorker:
             host = "127.0.0.1"
             if config.takes_remote_pages == "node":
                 host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            self._receiver = Receiver(pool, name=config.name, host=host)
+            self._receiver = Receiver(self._pool, name=config.name, host=host)
             handle = replace(handle, endpoint=self._receiver.endpoint)
+        self._handle, self._load_seconds = handle, time.perf_counter() - started
+        return handle
+
+    def _load(self) -> DecodeWorkerInfo:
+        from worker.decode import DecodeEngine
+
+        config, handle = self._config, self.make_pool()
+        started, model = time.perf_counter(), self._model
         self._engine = DecodeEngine(
-            model, pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
+            model, self._pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
         reports = self._engine.prepare()
+        self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,
             model=model.info,
             pool=handle,
             max_num_seqs=config.max_num_seqs,
             device=model.device.type,
-            load_seconds=time.perf_counter() - started,
+            load_seconds=self._load_seconds + time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
             bucket_seconds={str(report.bucket): report.batch_seconds for report in reports},
         )
@@ -134,14 +154,16 @@ class DecodeWorker:
         """
         from worker.failures import end_process
 
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         numbers = count(1)
         with self._stepping:
             try:
                 while self._obey():
                     outcome = self._engine.step()
                     self._sender.send(outcome.events)
-                    scheduler.step_done.remote(self._report(outcome, run_id, next(numbers)))
+                    report = self._report(outcome, run_id, next(numbers))
+                    scheduler.step_done.remote(report)
+                    self._figures.stepped(report)
             except Exception as error:
                 end_process(self._config.name, error)
 
@@ -160,13 +182,18 @@ class DecodeWorker:
         return StepReport(
             worker=self._config.name,
             seconds=outcome.seconds,
-            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
+            # The scheduler has no use for logprobs, which are by far the largest part where they are wanted, nor
+            # for what it said itself.
             events=tuple(
-                event if event.logprobs is None else replace(event, logprobs=None)
+                event
+                if event.logprobs is None and event.timing is None
+                else replace(event, logprobs=None, timing=None)
                 for _, event in outcome.events
             ),
             released=tuple(outcome.released),
             num_stalled=outcome.num_stalled,
+            bucket=outcome.bucket,
+            eager_reason=outcome.eager_reason,
             number=number,
             run_id=run_id,
         )

@@ -88,6 +88,11 @@ class Model:
         ]
 
     @property
+    def num_query_heads(self) -> int:
+        """Attention heads of a layer."""
+        return int(self._model.config.get_text_config().num_attention_heads)
+
+    @property
     def activation_bytes(self) -> int:
         """About how many bytes a forward pass needs per token position, besides weights and KV."""
         text = self._model.config.get_text_config()

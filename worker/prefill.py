@@ -27,6 +27,7 @@ from scheduler.messages import (
     Request,
 )
 from worker.failures import is_fatal
+from worker.flops import PrefillCost
 from worker.handoff.base import Handoff, Writing
 from worker.handoff.choose import choose_transport
 from worker.handoff.direct import DirectHandoff
@@ -62,6 +63,7 @@ class PrefillEngine:
         """`node_id` says on which host this is, and `handoff_transport` which way pages must go, if not any."""
         self.name = name
         self.model = model
+        self._cost = PrefillCost.of(model)
         self._ladder = ladder
         self._use_graphs = use_graphs
         self._node_id = node_id
@@ -217,6 +219,7 @@ class PrefillEngine:
             writing=writing,
             arrivals=self._arrivals,
             eager_reason=runner.eager_reason,
+            cost=self._cost,
             started=started,
         )
 

@@ -15,9 +15,11 @@ from scheduler.messages import (
     PrefillBatch,
     PrefillResult,
     PrefillWorkerInfo,
+    Timing,
     TokenEvent,
     WorkerConfig,
 )
+from worker.figures import WorkerFigures
 from worker.pacing import Pacer
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class PrefillWorker:
         self._model: Model | None = None
         self._load_seconds = 0.0
         self._engine: PrefillEngine
+        self._figures: WorkerFigures
         self._sender: EventSender
         self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
@@ -84,6 +87,7 @@ class PrefillWorker:
     def _load(self) -> PrefillWorkerInfo:
         from worker import startup
         from worker.events import EventSender
+        from worker.flops import peak_flops
         from worker.prefill import PrefillEngine
 
         if self._model is None:
@@ -100,6 +104,8 @@ class PrefillWorker:
             node_id=ray.get_runtime_context().get_node_id(),
             handoff_transport=config.handoff_transport,
         )
+        peak = peak_flops(model.device, model.kv_spec.dtype)
+        self._figures = WorkerFigures("prefill", config.name, model=config.model_name, peak_flops=peak)
         return PrefillWorkerInfo(
             name=config.name,
             model=model.info,
@@ -110,6 +116,7 @@ class PrefillWorker:
             device=model.device.type,
             load_seconds=self._load_seconds,
             warmup_seconds=0.0,
+            peak_flops=peak,
         )
 
     def attach(self, pool: PoolHandle) -> str:
@@ -123,6 +130,7 @@ class PrefillWorker:
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
+        taken = time.perf_counter()
         time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
         try:
             result = self._engine.run(batch)
@@ -131,6 +139,7 @@ class PrefillWorker:
 
             end_process(self._config.name, error)
         self._pacer.computed(result.seconds, time.monotonic())
+        prefill_s = time.perf_counter() - taken
         self._sender.send(
             (
                 item.request.api_server,
@@ -142,11 +151,13 @@ class PrefillWorker:
                     finish_reason=outcome.finish_reason,
                     logprobs=outcome.logprobs,
                     prompt_logprobs=outcome.prompt_logprobs,
+                    timing=Timing(queued_s=item.queued_s, held_s=item.held_s, prefill_s=prefill_s),
                 ),
             )
             for item, outcome in zip(batch.items, result.outcomes, strict=True)
             if outcome.token_id is not None
         )
+        self._figures.prefilled(result)
         # The scheduler has no use for logprobs, which are by far the largest part where they are wanted.
         return replace(
             result,
@@ -157,7 +168,9 @@ class PrefillWorker:
     @ray.method(concurrency_group="handoff")
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a computed batch have arrived at their decode worker, or cannot."""
-        return self._engine.handed_off(batch_id)
+        handoff = self._engine.handed_off(batch_id)
+        self._figures.handed_off(handoff)
+        return handoff
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:

@@ -54,6 +54,7 @@ def merge_results(results: Sequence[PrefillResult]) -> PrefillResult:
         replays=_sum(result.replays for result in results),
         eager_steps=_sum(result.eager_steps for result in results),
         seconds=sum(result.seconds for result in results),
+        flops=sum(result.flops for result in results),
         handoff=merge_handoffs(known) if known else None,
         handoff_pending=any(result.handoff_pending for result in results),
     )

@@ -24,6 +24,7 @@ from scheduler.messages import (
     PrefillResult,
     Request,
 )
+from worker.flops import PrefillCost
 from worker.handoff.base import Arrival, Handoff, Writing
 from worker.sampling.logprobs import read_logprobs, read_prompt_report
 from worker.sequences import finish_reason
@@ -52,6 +53,7 @@ class SubmittedPrefill:
     arrivals: dict[int, list[Arriving]]
     """Where the engine keeps what is still on its way when the result is there."""
     eager_reason: str | None
+    cost: PrefillCost
     started: float
 
     def result(self) -> PrefillResult:
@@ -92,6 +94,7 @@ class SubmittedPrefill:
             replays={} if self.eager_reason else dict(buckets),
             eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
             seconds=seconds,
+            flops=self.cost.flops(segments for segments, _ in self.launched.passes),
             handoff=None if is_pending else arriving.result(),
             handoff_pending=is_pending,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -28,8 +28,9 @@ from scheduler.api.journaling import Journaling
 from scheduler.api.open_requests import OpenRequests
 from scheduler.api.openapi import KEYED, OPEN_PATHS, body_of, docs_page, openapi_schema, stream_of
 from scheduler.api.prompts import GenerationRequest, PromptEncoder, check_vocabulary
-from scheduler.api.request_log import RequestLog
+from scheduler.api.request_log import RequestLog, log_prompt
 from scheduler.api.service_protocol import (
+    ActorState,
     DeletedRequest,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -39,6 +40,7 @@ from scheduler.api.service_protocol import (
     ModelCard,
     ModelList,
     ReadyResponse,
+    StatusResponse,
     TokenizeChatRequest,
     TokenizeResponse,
     TokenizeTextRequest,
@@ -46,13 +48,16 @@ from scheduler.api.service_protocol import (
 )
 from scheduler.api.sse import EventStream, until_disconnect
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.api.ui import UI_PATHS, add_ui_routes
 from scheduler.errors import InvalidRequestError, ModelNotFoundError, RequestError, RequestNotFoundError
+from scheduler.observe.exposition import MEDIA_TYPE
+from scheduler.observe.registry import Registry
+from scheduler.observe.traces import SpanRecorder
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 _OPEN_BODY_BYTES = 256 * 2**20
 _OPEN_BODIES = 4
 """Room for this many bodies of the largest size, or for so many bytes, if that is more."""
-METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +81,10 @@ class AppSettings:
     """Web pages of these origins may call; ``*``: of all."""
     keep_alive_s: float = 15.0
     """Longest that a stream says nothing."""
+    log_prompts: bool = False
+    """Whether prompts are written to the log."""
+    serves_metrics: bool = True
+    """Whether ``/metrics`` is here, and not at a port of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +107,15 @@ def create_app(
     *,
     chat_template: ChatTemplate | None = None,
     journaling: Journaling | None = None,
+    registry: Registry | None = None,
+    recorder: SpanRecorder | None = None,
 ) -> ASGIApp:
     """Return the application that serves `engine`.
 
     `tokenizer`: None if the model has none; then prompts must be token ids, and texts are empty. Without
-    `journaling`, `Idempotency-Key` means nothing.
+    `journaling`, `Idempotency-Key` means nothing. `registry` is where it counts; `recorder` makes spans of requests.
     """
+    registry = Registry() if registry is None else registry
     encoder = PromptEncoder(engine.model, tokenizer, chat_template)
     starter = GenerationStarter(
         engine,
@@ -113,6 +125,7 @@ def create_app(
         journaling=journaling,
         timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
+        registry=registry,
     )
     if journaling is not None:
         journaling.resume_with(starter.resume)
@@ -132,13 +145,17 @@ def create_app(
     _add_model_routes(app, parts)
     _add_token_routes(app, parts)
     _add_service_routes(app, engine, journaling)
+    if settings.serves_metrics:
+        _add_metrics_route(app, engine)
     _add_docs(app)
+    add_ui_routes(app)
     bounded = OpenRequests(
         app,
         max_requests=settings.max_concurrent_requests,
         max_body_bytes=max(_OPEN_BODY_BYTES, _OPEN_BODIES * settings.max_body_bytes),
     )
-    asgi: ASGIApp = RequestLog(KeyGuard(bounded, ApiKeys(settings.api_keys), OPEN_PATHS))
+    guarded = KeyGuard(bounded, ApiKeys(settings.api_keys), (*OPEN_PATHS, *UI_PATHS))
+    asgi: ASGIApp = RequestLog(guarded, registry, recorder)
     if settings.cors_origins:
         asgi = CORSMiddleware(
             asgi,
@@ -166,6 +183,9 @@ def _add_generation_routes(app: FastAPI, parts: _Parts) -> None:
         ticket = ticket_of(request, value)
         generation = await parts.starter.start(body, request.state.key_digest, ticket)
         request.state.answer_id = generation.answer_id
+        request.state.timeline = generation.timeline
+        if parts.settings.log_prompts:
+            log_prompt(generation.answer_id, body.model_dump(include={"prompt", "messages"}))
         if body.stream:
             return EventStream(generation.frames(), generation.close, generation.headers)
         try:
@@ -296,12 +316,6 @@ def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | N
         await engine.check_ready()
         return ReadyResponse(journal="memory" if journaling is None else journaling.state)
 
-    @app.head("/metrics", include_in_schema=False)
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Return the metrics of the service in Prometheus' text format."""
-        return Response(await engine.metrics(), media_type=METRICS_MEDIA_TYPE)
-
     @app.get("/load", responses=ERRORS)
     async def load() -> LoadResponse:
         """Return how much the service has to do."""
@@ -312,10 +326,41 @@ def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | N
             queue_tokens=state.num_waiting_tokens,
         )
 
+    @app.get("/status", responses=ERRORS)
+    async def status() -> StatusResponse:
+        """Return what the service and its actors do, in one look."""
+        state = await engine.status()
+        return StatusResponse(
+            ready=state.problem is None,
+            problem=state.problem,
+            version=version("purefill"),
+            model=engine.model.name,
+            live_requests=state.load.num_live,
+            queue_requests=state.load.num_waiting,
+            queue_tokens=state.load.num_waiting_tokens,
+            actors=[ActorState.model_validate(asdict(actor)) for actor in state.actors],
+        )
+
     @app.get("/version")
     async def show_version() -> VersionResponse:
         """Return the version of purefill."""
         return VersionResponse(version=version("purefill"))
+
+
+def metrics_app(engine: Engine) -> ASGIApp:
+    """Return an application that only answers ``/metrics``, for a port of its own."""
+    app = FastAPI(title="purefill", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app)
+    _add_metrics_route(app, engine)
+    return app
+
+
+def _add_metrics_route(app: FastAPI, engine: Engine) -> None:
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return the metrics of the service in Prometheus' text format."""
+        return Response(await engine.metrics(), media_type=MEDIA_TYPE)
 
 
 def _add_docs(app: FastAPI) -> None:
@@ -334,6 +379,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_request_error(request: Request, error: RequestError) -> JSONResponse:
         if error.status >= 500:
             logger.error("%s: %s", error.label, error.message)
+        request.state.error_label = error.label
         return error_response(error)
 
     @app.exception_handler(HTTPException)

@@ -54,6 +54,7 @@ class KeyGuard:
             try:
                 digest = self._keys.check(HTTPConnection(scope).headers.get("authorization"))
             except AuthenticationError as error:
+                scope.setdefault("state", {})["error_label"] = error.label
                 await error_response(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key_digest"] = digest

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from scheduler.api.completion_protocol import PromptLogprobs
 from scheduler.api.fields import DOCUMENTED, STRICT, Int, Unicode, is_none, valid_unicode
 from scheduler.api.params import DEFAULT_MAX_CHAT_TOKENS, MAX_LOGPROBS, UNSUPPORTED, GenerationParams, Usage
+from scheduler.api.timings import Timings
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import FinishReason
 
@@ -266,6 +267,8 @@ class _Choice(BaseModel):
     """The stop string or token id of the request that ended the text; null for the model's own end."""
     token_ids: Annotated[list[int] | None, Field(exclude_if=is_none)] = None
     """With `return_token_ids`: the tokens of the text, those that ended it included."""
+    timings: Annotated[Timings | None, Field(exclude_if=is_none)] = None
+    """With `return_timings`; in a stream in the last chunk of each choice only."""
 
 
 class ChatChoice(_Choice):

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from scheduler.api.fields import DOCUMENTED, Int, Prompts, is_none
 from scheduler.api.params import MAX_LOGPROBS, UNSUPPORTED, GenerationParams, Usage
+from scheduler.api.timings import Timings
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import FinishReason
 
@@ -95,6 +96,8 @@ class CompletionChoice(BaseModel):
     """With `return_token_ids`: the tokens of the text, those that ended it included."""
     prompt_token_ids: Annotated[list[int] | None, Field(exclude_if=is_none)] = None
     """With `return_token_ids`: the prompt; in a stream in the first chunk of each choice only."""
+    timings: Annotated[Timings | None, Field(exclude_if=is_none)] = None
+    """With `return_timings`; in a stream in the last chunk of each choice only."""
 
 
 class CompletionResponse(BaseModel):

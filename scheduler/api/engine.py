@@ -8,7 +8,7 @@ from typing import Protocol
 
 from scheduler.admission import Permit
 from scheduler.errors import RequestError, request_error
-from scheduler.messages import ModelInfo, Request, ServiceLoad, TokenEvent, TokenEvents
+from scheduler.messages import ModelInfo, Request, ServiceLoad, ServiceStatus, TokenEvent, TokenEvents
 
 
 class Engine(Protocol):
@@ -45,6 +45,9 @@ class Engine(Protocol):
 
     async def metrics(self) -> str:
         """Return the metrics of the service in Prometheus' text format. Raises UnavailableError."""
+
+    async def status(self) -> ServiceStatus:
+        """Return what the service does, in one look. Raises UnavailableError."""
 
     async def load(self) -> ServiceLoad:
         """Return how much the service has to do. Raises UnavailableError."""

@@ -29,6 +29,8 @@ from scheduler.api.structured import GrammarChecker
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import InvalidRequestError, ModelNotFoundError
 from scheduler.messages import Request, TokenEvent
+from scheduler.observe.registry import Registry
+from scheduler.observe.requests import RequestTimeline
 
 BODIES: Mapping[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest,
@@ -53,9 +55,14 @@ class GenerationStarter:
         journaling: Journaling | None = None,
         timeout_s: float | None = None,
         keep_alive_s: float = 15.0,
+        registry: Registry,
     ) -> None:
-        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent."""
+        """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent.
+
+        `registry` is where it is counted what clients see.
+        """
         self._engine = engine
+        self._registry = registry
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._model_names = tuple(model_names)
@@ -81,6 +88,7 @@ class GenerationStarter:
         With a `ticket` the request is written into the journal first; if it is there, the answer comes from there.
         Raises RequestError: a field is wrong, the model is unknown, or the engine does not accept it.
         """
+        timeline = RequestTimeline(self._registry, time.monotonic())
         self.check_model(body.model)
         if body.grammar is not None:
             if self._tokenizer is None or not self._engine.model.eos_token_ids:
@@ -112,7 +120,8 @@ class GenerationStarter:
                 prompts=tuple(prompts),
                 samplings=tuple(request.sampling for request in requests),
             )
-            return await self._submit(body, accepted, requests, ticket)
+            timeline.submitted_at = time.monotonic()
+            return await self._submit(body, accepted, requests, ticket, timeline)
 
     async def resume(
         self,
@@ -158,12 +167,14 @@ class GenerationStarter:
         accepted: AcceptedRequest,
         requests: Sequence[Request],
         ticket: Ticket | None,
+        timeline: RequestTimeline,
     ) -> Generation:
         """Write a request down, if there is a ticket, and submit its sequences."""
         request_ids = [request.request_id for request in requests]
         if ticket is None or self._journaling is None:
             stream = await self._engine.submit(requests)
-            return self._generation(body, accepted, EngineComputation(self._engine, request_ids, stream))
+            computation: Computation = EngineComputation(self._engine, request_ids, stream)
+            return self._generation(body, accepted, computation, timeline=timeline)
         if ticket.is_keyed:
             noted = await self._journaling.accept(ticket, accepted)
             if isinstance(noted, tuple):
@@ -177,9 +188,11 @@ class GenerationStarter:
         else:
             noted, stream = await self._submit_and_accept(self._journaling, ticket, accepted, requests)
         if noted is None:
-            return self._generation(body, accepted, EngineComputation(self._engine, request_ids, stream))
+            computation = EngineComputation(self._engine, request_ids, stream)
+            return self._generation(body, accepted, computation, timeline=timeline)
         computation = self._journaling.compute(self._engine, request_ids, stream, noted, range(len(requests)))
-        return self._generation(body, accepted, computation, headers=_headers(ticket, is_replayed=False))
+        headers = _headers(ticket, is_replayed=False)
+        return self._generation(body, accepted, computation, timeline=timeline, headers=headers)
 
     async def _submit_and_accept(
         self, journaling: Journaling, ticket: Ticket, accepted: AcceptedRequest, requests: Sequence[Request]
@@ -206,9 +219,13 @@ class GenerationStarter:
         accepted: AcceptedRequest,
         computation: Computation,
         *,
+        timeline: RequestTimeline | None = None,
         outputs: Sequence[ChoiceOutput] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Generation:
+        """`timeline`: None for what was counted before, when it was computed or began to be."""
+        if timeline is None:
+            timeline = RequestTimeline(Registry(), time.monotonic())
         head = {"id": accepted.answer_id, "created": accepted.created, "model": body.model}
         names = TokenNames(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         of_choices = [prompt for prompt in accepted.prompts for _ in range(body.n)]
@@ -217,11 +234,13 @@ class GenerationStarter:
             if isinstance(body, ChatRequest)
             else CompletionRenderer(body, head, of_choices, names)
         )
+        timeline.submitted([len(prompt.token_ids) for prompt in of_choices], timeline.submitted_at)
         return Generation(
             accepted.answer_id,
             computation,
             self._outputs(body, accepted) if outputs is None else outputs,
             renderer,
+            timeline,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in accepted.prompts),
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
@@ -229,6 +248,7 @@ class GenerationStarter:
             keep_alive_s=self._keep_alive_s,
             headers=headers or {},
             grammar_param=None if body.grammar is None else body.grammar_param,
+            tells_timings=body.return_timings,
         )
 
     def _outputs(self, body: GenerationRequest, accepted: AcceptedRequest) -> list[ChoiceOutput]:

@@ -35,6 +35,7 @@ class OpenRequests:
                 f"an API server must have at most {self._max_requests} requests at once",
                 retry_after_s=_RETRY_AFTER_S,
             )
+            scope.setdefault("state", {})["error_label"] = error.label
             await error_response(error)(scope, receive, send)
             return
         num_bytes = 0

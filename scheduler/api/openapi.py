@@ -13,7 +13,12 @@ from pydantic.json_schema import models_json_schema
 from scheduler.api.chat_protocol import ChatChunk, ChatRequest
 from scheduler.api.completion_protocol import CompletionRequest
 from scheduler.api.idempotency import KEY_HEADER, MAX_KEY_CHARS
-from scheduler.api.service_protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from scheduler.api.service_protocol import (
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 
 _REF = "#/components/schemas/{model}"
 _BODIES: tuple[type[BaseModel], ...] = (
@@ -24,7 +29,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/version", "/docs", "/openapi.json")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/load", "/status", "/version", "/docs", "/openapi.json")
 """Need no API key."""
 
 
@@ -54,11 +59,21 @@ KEYED: dict[str, Any] = {
 
 def stream_of(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return what a route's schema says of its stream, whose events hold these chunks."""
-    schema = {"$ref": _REF.format(model=chunk.__name__)}
+    # Not `schema`: that would be said of an event, of which the chunk is the data.
+    chunks = [
+        {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"$ref": _REF.format(model=model.__name__)},
+        }
+        for model in (chunk, ErrorResponse)
+    ]
+    data = {"anyOf": [*chunks, {"const": "[DONE]"}]}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {
         200: {
-            "description": "The answer, or with `stream` one event for each chunk and `[DONE]`.",
-            "content": {"text/event-stream": {"schema": schema}},
+            "description": "The answer, or with `stream` one event for each chunk, perhaps an error, and `[DONE]`.",
+            "content": {"text/event-stream": {"itemSchema": event}},
         }
     }
 
@@ -119,10 +134,19 @@ def _links(operation: dict[str, Any]) -> str:
         ("Body", operation.get("requestBody", {})),
         ("Answer", operation.get("responses", {}).get("200", {})),
     ):
-        kinds = [_kind(content.get("schema", {})) for content in part.get("content", {}).values()]
+        kinds = [_kind(_said_of(content)) for content in part.get("content", {}).values()]
         if kinds:
             parts.append(f"{title}: {' or '.join(dict.fromkeys(kinds))}")
     return f"<p>{'<br>'.join(parts)}</p>"
+
+
+def _said_of(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a body or an answer; of a stream, that of its chunks."""
+    if "itemSchema" in content:
+        chunk: dict[str, Any] = content["itemSchema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+        return chunk
+    schema: dict[str, Any] = content.get("schema", {})
+    return schema
 
 
 def _fields(model: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.api.stop import StopMatcher
+from scheduler.api.timings import Timings
 from scheduler.api.tokenizer import Detokenizer
 from scheduler.messages import FinishReason, TokenEvent, TokenLogprobs
 
@@ -35,6 +36,8 @@ class Delta:
     is_first: bool = False
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """With the first delta only."""
+    timings: Timings | None = None
+    """With the last delta only, if they are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,4 +170,5 @@ def join(deltas: Sequence[Delta]) -> Delta:
         stop_reason=last.stop_reason,
         is_first=True,
         prompt_logprobs=first.prompt_logprobs,
+        timings=last.timings,
     )

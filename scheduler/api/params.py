@@ -115,6 +115,8 @@ class GenerationParams(BaseModel):
     """Whether the choices hold the token ids of prompt and completion too."""
     return_tokens_as_token_ids: bool = False
     """Whether tokens of logprobs are given as ``token_id:N`` rather than as their text."""
+    return_timings: bool = False
+    """Whether each choice says, at its end, where its time went."""
     priority: Annotated[Int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     """The class of the request. Smaller is served first."""
     ttft_slo_ms: Annotated[Float, Field(gt=0, le=MAX_TTFT_SLO_MS)] | None = None

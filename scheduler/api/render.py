@@ -74,6 +74,8 @@ class CompletionRenderer:
             choice["token_ids"] = delta.token_ids
             if delta.is_first:
                 choice["prompt_token_ids"] = self._prompts[delta.position].token_ids
+        if delta.timings is not None:
+            choice["timings"] = delta.timings.model_dump()
         return choice
 
     def _prompt_logprobs(self, choice: Delta) -> dict[str, Any]:
@@ -146,6 +148,8 @@ class ChatRenderer:
             choice["stop_reason"] = delta.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
+        if delta.timings is not None:
+            choice["timings"] = delta.timings.model_dump()
         return choice
 
 

@@ -15,9 +15,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from scheduler.admission import Admission, Permit
 from scheduler.api.engine import TokenRouter, TokenStream, first_indexes
 from scheduler.api.errors import rejection_error
-from scheduler.errors import OverloadedError, PermissionDeniedError, UnavailableError
+from scheduler.errors import PermissionDeniedError, UnavailableError
 from scheduler.messages import (
     AbortReply,
+    Figures,
     Heartbeat,
     JournalStatus,
     ModelInfo,
@@ -25,9 +26,12 @@ from scheduler.messages import (
     Request,
     SchedulerState,
     ServiceLoad,
+    ServiceStatus,
     SubmitReply,
     TokenEvents,
 )
+from scheduler.observe.exposition import render
+from scheduler.observe.registry import Registry
 
 _HEARTBEAT_S = 1.0
 _PAUSE_S = 0.1
@@ -66,13 +70,15 @@ class SchedulerClient:
         name: str,
         model: ModelInfo,
         admission: Admission,
+        registry: Registry,
         journal_status: Callable[[], JournalStatus] | None = None,
         answer_timeout_s: float = 10.0,
         submit_timeout_s: float = 60.0,
     ) -> None:
         """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
 
-        What `journal_status` returns goes with each heartbeat. A scheduler that does not answer within
+        What is counted in `registry` goes to the scheduler with each heartbeat and with each scrape, and what
+        `journal_status` returns with each heartbeat. A scheduler that does not answer within
         `answer_timeout_s` counts as down until it does. `submit_timeout_s`: longest that it may take to accept a
         request.
         """
@@ -85,7 +91,7 @@ class SchedulerClient:
         self._journal_status = journal_status
         self._answer_timeout_s = answer_timeout_s
         self._submit_timeout_s = submit_timeout_s
-        self._num_overloaded = 0
+        self._registry = registry
         self._submissions: list[_Submission] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._down = False
@@ -109,13 +115,7 @@ class SchedulerClient:
         Raises OverloadedError, and UnavailableError while nothing is accepted.
         """
         self._check_open()
-        try:
-            return self._admission.admit_text(
-                num_requests, num_chars, time.monotonic(), num_tokens=num_tokens
-            )
-        except OverloadedError:
-            self._num_overloaded += 1
-            raise
+        return self._admission.admit_text(num_requests, num_chars, time.monotonic(), num_tokens=num_tokens)
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Start all of the requests, or none, and return the stream of their tokens. Raises RequestError."""
@@ -162,9 +162,22 @@ class SchedulerClient:
         return reply.num_sequences
 
     async def metrics(self) -> str:
-        """Return the scheduler's metrics in Prometheus' text format. Raises UnavailableError."""
-        text: str = await self._answer(self._scheduler.metrics.remote())
-        return text
+        """Return the figures of the whole service in Prometheus' text format. Raises UnavailableError."""
+        taken = self._registry.take()
+        try:
+            figures: Figures = await self._answer(self._scheduler.metrics.remote(taken))
+        except UnavailableError as error:
+            # A scheduler that is silent may still take them in.
+            if isinstance(error.__cause__, RayActorError):
+                self._registry.add(taken)
+            raise
+        # In a thread, so that requests go on meanwhile.
+        return await asyncio.to_thread(render, figures, {"model": self._model.name})
+
+    async def status(self) -> ServiceStatus:
+        """Return what the service does, in one look. Raises UnavailableError."""
+        status: ServiceStatus = await self._answer(self._scheduler.status.remote())
+        return replace(status, problem="the service is stopping") if self._is_draining else status
 
     async def load(self) -> ServiceLoad:
         """Return how much the service has to do. Raises UnavailableError."""
@@ -241,14 +254,17 @@ class SchedulerClient:
         return UnavailableError(f"the scheduler did not answer within {self._answer_timeout_s:g} s")
 
     async def _beat(self) -> SchedulerState:
-        num_overloaded, self._num_overloaded = self._num_overloaded, 0
         heartbeat = Heartbeat(
-            num_overloaded=num_overloaded,
             api_server=self._name,
+            figures=self._registry.take(),
             life=self._life,
             journal=None if self._journal_status is None else self._journal_status(),
         )
-        state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
+        try:
+            state: SchedulerState = await self._scheduler.heartbeat.remote(heartbeat)
+        except RayActorError:
+            self._registry.add(heartbeat.figures)
+            raise
         return state
 
     def _note_down(self, reason: str) -> None:

@@ -8,17 +8,19 @@ import logging
 import resource
 import socket
 import ssl
-import sys
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 import uvicorn
+from starlette.types import ASGIApp
 
 from scheduler.admission import Admission
-from scheduler.api.app import AppSettings, create_app
+from scheduler.api.app import AppSettings, create_app, metrics_app
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.connections import ConnectionLimits, Connections
 from scheduler.api.journaling import Journaling
@@ -31,6 +33,10 @@ from scheduler.journal.base import JournalError
 from scheduler.journal.connect import make_journal
 from scheduler.journal.settings import JournalConfig, host_of
 from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME, ModelInfo, TokenEvents
+from scheduler.observe import catalogue as m
+from scheduler.observe.logs import LogFormat, log_to_stderr
+from scheduler.observe.registry import Registry
+from scheduler.observe.traces import OtelRecorder, make_recorder
 
 _BACKLOG = 2048
 _OTHER_FILES = 512
@@ -67,6 +73,11 @@ class ApiServerConfig:
     tls_key_file: str | None = None
     journal: JournalConfig = field(default_factory=JournalConfig)
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    metrics_port: int | None = None
+    """Where ``/metrics`` is, if not at `port`."""
+    otlp_endpoint: str | None = None
+    """Where spans are sent by OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
     scheduler: str = SCHEDULER_NAME
     namespace: str = RAY_NAMESPACE
 
@@ -82,8 +93,9 @@ class ApiServer:
         self._url = self._url_at(config.port)
         self._client: SchedulerClient | None = None
         self._journaling: Journaling | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._server: _Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._servers: dict[_Server, asyncio.Task[None]] = {}
+        self._recorder: OtelRecorder | None = None
 
     def __repr__(self) -> str:
         # Ray reads it once, before `start`, and shows it in its dashboard.
@@ -98,31 +110,43 @@ class ApiServer:
         if await self.is_serving():
             return self._url
         config = self._config
-        log_with_request_ids(config.log_level)
+        log_to_stderr(config.log_level, config.log_format, request_ids=RequestIdFilter())
         if config.tls_cert_file is not None:
             _check_tls(config.tls_cert_file, config.tls_key_file)
-        listener = bind_shared(config.host, config.port)
+        listeners = [bind_shared(config.host, config.port)]
         try:
+            if config.metrics_port is not None:
+                listeners.append(bind_shared(config.host, config.metrics_port))
             self._journaling = await self._join_journal()
-            await self._serve(listener, self._journaling)
+            await self._serve_all(listeners, self._journaling)
         except BaseException:
             # The next attempt may be in this process.
-            listener.close()
+            for listener in listeners:
+                listener.close()
             if self._journaling is not None:
                 await self._journaling.stop()
             raise
-        self._url = self._url_at(listener.getsockname()[1])
+        self._url = self._url_at(listeners[0].getsockname()[1])
         logger.info("%r serves %s", self, config.model.name)
         return self._url
 
-    async def _serve(self, listener: socket.socket, journaling: Journaling) -> None:
-        """Start everything that runs until `stop`, and return once connections are accepted."""
-        config = self._config
+    async def _serve_all(self, listeners: Sequence[socket.socket], journaling: Journaling) -> None:
+        """Start everything that runs until `stop`, and return once connections are accepted.
+
+        The second listener, if there is one, is for the metrics.
+        """
+        config, registry = self._config, Registry()
+        registry.set(m.START_TIME, time.time(), "api", config.name)
+        if config.otlp_endpoint is not None:
+            self._recorder = make_recorder(
+                config.otlp_endpoint, model=config.model.name, api_server=config.name
+            )
         self._client = SchedulerClient(
             ray.get_actor(config.scheduler, namespace=config.namespace),
             name=config.name,
             model=config.model,
             admission=Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens),
+            registry=registry,
             journal_status=journaling.status,
         )
         # Before anything is submitted, be it for a client or to go on with what the journal holds.
@@ -134,8 +158,17 @@ class ApiServer:
             config.settings,
             chat_template=ChatTemplate.from_folder(folder),
             journaling=journaling,
+            registry=registry,
+            recorder=self._recorder,
         )
-        self._server = _Server(
+        self._watching = asyncio.create_task(self._client.watch())
+        for listener, served in zip(listeners, (app, metrics_app(self._client)), strict=False):
+            await self._serve(served, listener)
+
+    async def _serve(self, app: ASGIApp, listener: socket.socket) -> None:
+        """Serve an application at a bound port, and return once it accepts connections."""
+        config = self._config
+        server = _Server(
             uvicorn.Config(
                 app,
                 http=_protocol(config.connections),
@@ -152,9 +185,9 @@ class ApiServer:
                 ssl_keyfile=config.tls_key_file,
             )
         )
-        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        self._tasks = [serving, asyncio.create_task(self._client.watch())]
-        ready = asyncio.ensure_future(self._server.ready.wait())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        self._servers[server] = serving
+        ready = asyncio.ensure_future(server.ready.wait())
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             ready.cancel()
@@ -162,7 +195,7 @@ class ApiServer:
 
     async def is_serving(self) -> bool:
         """Whether `start` was called in this life of the actor, and its server runs."""
-        return bool(self._tasks) and not self._tasks[0].done()
+        return bool(self._servers) and not any(serving.done() for serving in self._servers.values())
 
     async def _join_journal(self) -> Journaling:
         """Return what writes down requests. Raises ConfigError."""
@@ -199,15 +232,17 @@ class ApiServer:
 
     async def stop(self) -> None:
         """Answer what is open with an error, close the port and return. Takes a few seconds at most."""
-        if self._server is None or self._client is None:
+        if self._watching is None or self._client is None:
             return
-        self._server.should_exit = True
+        for server in self._servers:
+            server.should_exit = True
         self._client.shut_down("the service is stopping")
-        serving, watching = self._tasks
-        watching.cancel()
+        self._watching.cancel()
         if self._journaling is not None:
             await self._journaling.stop()
-        await asyncio.gather(serving, watching, return_exceptions=True)
+        await asyncio.gather(*self._servers.values(), self._watching, return_exceptions=True)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
 
 def _protocol(limits: ConnectionLimits) -> Any:
@@ -273,10 +308,3 @@ def _check_tls(cert_file: str, key_file: str | None) -> None:
         raise ConfigError(
             f"tls_cert_file {cert_file} and tls_key_file {key_file} cannot be used: {error.strerror or error}"
         ) from error
-
-
-def log_with_request_ids(level: str) -> None:
-    """Write the log to stderr, each line with the id of the request that it is about."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(RequestIdFilter())
-    logging.basicConfig(level=level.upper(), format="%(message)s [%(request_id)s]", handlers=[handler])

@@ -113,6 +113,38 @@ class LoadResponse(BaseModel):
     """Tokens of those that wait."""
 
 
+class ActorState(BaseModel):
+    """One actor of the service."""
+
+    model_config = DOCUMENTED
+
+    name: str
+    """As in Ray's dashboard."""
+    pool: Literal["scheduler", "api", "prefill", "decode"]
+    state: Literal["ready", "draining", "dead"]
+    start_time: float
+    """When it began to serve, in seconds since 1970."""
+
+
+class StatusResponse(BaseModel):
+    """The answer to `GET /status`, of the whole service."""
+
+    model_config = DOCUMENTED
+
+    ready: bool
+    problem: str | None
+    """Why it is not ready."""
+    version: str
+    model: str
+    live_requests: int
+    """Sequences that have not ended."""
+    queue_requests: int
+    """Those that wait for their prefill."""
+    queue_tokens: int
+    """Tokens of those that wait."""
+    actors: list[ActorState]
+
+
 class ReadyResponse(BaseModel):
     """The answer to `GET /ready`."""
 

@@ -69,6 +69,11 @@ class BatchFormer:
         """Waiting requests of each priority class; those that came back are in none."""
         return self._queue.counts_by_class()
 
+    @property
+    def tokens_by_class(self) -> dict[int, int]:
+        """Tokens that wait in each priority class; those that came back are in none."""
+        return self._queue.tokens_by_class()
+
     def add(self, request: QueuedRequest, *, front: bool = False) -> None:
         """Queue a request; `front` is for one that was already dispatched and must be computed again.
 

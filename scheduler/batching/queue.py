@@ -25,6 +25,7 @@ class WaitingQueue:
         self._returned: OrderedQueue[Entry] = OrderedQueue()
         self._classes: dict[int, FairQueue] = {}
         self._priorities: list[int] = []
+        self._class_tokens: dict[int, int] = {}
         self._num_tokens = 0
         self._num_added = 0
 
@@ -42,6 +43,10 @@ class WaitingQueue:
     def counts_by_class(self) -> dict[int, int]:
         """Return how many requests wait in each priority class. Those that came back are in none."""
         return {priority: len(self._classes[priority]) for priority in self._priorities}
+
+    def tokens_by_class(self) -> dict[int, int]:
+        """Return how many tokens wait in each priority class. Those that came back are in none."""
+        return dict(self._class_tokens)
 
     def add(self, request: QueuedRequest, *, due: float, returned: bool = False) -> None:
         """Queue a request that should be served before those of its class and tenant that are due later.
@@ -61,6 +66,9 @@ class WaitingQueue:
                 fair = self._classes[request.priority] = FairQueue(self._quantum_tokens)
                 insort(self._priorities, request.priority)
             fair.add(entry)
+            self._class_tokens[request.priority] = (
+                self._class_tokens.get(request.priority, 0) + request.num_tokens
+            )
         self._entries[request.request_id] = entry
         self._num_tokens += request.num_tokens
 
@@ -75,6 +83,7 @@ class WaitingQueue:
         else:
             fair = self._classes[entry.request.priority]
             fair.discard(entry)
+            self._class_tokens[entry.request.priority] -= entry.num_tokens
             self._drop_if_empty(entry.request.priority, fair)
         return True
 
@@ -96,6 +105,7 @@ class WaitingQueue:
         for priority, taken in by_class.items():
             fair = self._classes[priority]
             fair.take(taken)
+            self._class_tokens[priority] -= sum([entry.num_tokens for entry in taken])
             self._drop_if_empty(priority, fair)
 
     def in_order(self) -> Iterator[Entry]:
@@ -106,5 +116,5 @@ class WaitingQueue:
 
     def _drop_if_empty(self, priority: int, fair: FairQueue) -> None:
         if not fair:
-            del self._classes[priority]
+            del self._classes[priority], self._class_tokens[priority]
             self._priorities.remove(priority)

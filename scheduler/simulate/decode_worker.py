@@ -33,7 +33,7 @@ class DecodeSink(Protocol):
     def steps(self, num_steps: int, num_sequences: int, first_s: float, last_s: float, now: float) -> None:
         """So many steps ended `now`, each with a token for `num_sequences`; the first and the last took so long."""
 
-    def joined(self, request_id: str, second_token_at: float) -> None:
+    def took_up(self, request_id: str, second_token_at: float) -> None:
         """A sequence will have its next token then, if nothing happens before."""
 
     def left(self, request_id: str, last_token_at: float) -> None:
@@ -302,7 +302,7 @@ class VirtualDecodeWorker:
         if joining:
             ends_at = self._clock + self._seconds(1) * self._slowness
             for sequence in joining:
-                self._sink.joined(sequence.ref.request_id, ends_at)
+                self._sink.took_up(sequence.ref.request_id, ends_at)
             self._num_fresh = len(joining)
 
     def _pause(self, sequence: _Sequence) -> None:

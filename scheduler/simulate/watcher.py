@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from scheduler.actions import RequeueReason
 from scheduler.batching.former import FormedBatch
-from scheduler.messages import HandoffResult, PrefillResult, Request, StepReport
+from scheduler.messages import (
+    DecodeWorkerInfo,
+    HandoffResult,
+    PrefillBatch,
+    PrefillResult,
+    PrefillWorkerInfo,
+    Request,
+    StepReport,
+)
 from scheduler.simulate.collector import Collector, RequestTimes
 
 
@@ -29,7 +37,7 @@ class Watcher:
             self._collector.gap(at - times.last_token_s)
         times.last_token_s = at
 
-    def joined(self, request_id: str, second_token_at: float) -> None:
+    def took_up(self, request_id: str, second_token_at: float) -> None:
         """See `DecodeSink`."""
         times = self.live.get(request_id)
         if times is not None:
@@ -47,11 +55,11 @@ class Watcher:
         """See `DecodeSink`."""
         self._collector.steps(num_steps, num_sequences, first_s, last_s, now)
 
-    def batch_formed(self, batch_id: int, worker: str, formed: FormedBatch, now: float) -> None:
+    def batch_formed(self, batch: PrefillBatch, worker: str, formed: FormedBatch) -> None:
         """See `Observer`."""
         self._collector.batch(len(formed.requests), formed.reason)
         for queued in formed.requests:
-            self._collector.queued.add(now - queued.arrival_time)
+            self._collector.queued.add(formed.formed_at - queued.arrival_time)
 
     def ended(self, request: Request, outcome: str, num_outputs: int, seconds: float) -> None:
         """See `Observer`."""
@@ -64,17 +72,14 @@ class Watcher:
         """See `Observer`."""
         self._collector.requeues[reason] += 1
 
-    def rejected(self, label: str) -> None:
-        """Whoever asked knows it."""
+    def joined(self, info: PrefillWorkerInfo | DecodeWorkerInfo) -> None:
+        """The engine let it join."""
 
     def prefilled(self, result: PrefillResult) -> None:
         """The engine tells the collector itself."""
 
     def handed_off(self, handoff: HandoffResult) -> None:
         """No pages travel."""
-
-    def first_token(self, waited_s: float) -> None:
-        """`prefill_token` knows when the client has it."""
 
     def stepped(self, report: StepReport) -> None:
         """`steps` knows each step."""

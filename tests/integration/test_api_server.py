@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import ray
 from cryptography import x509
@@ -47,6 +46,8 @@ from scheduler.messages import (
     TokenEvent,
     TokenEvents,
 )
+from scheduler.observe import catalogue
+from scheduler.observe.registry import Registry
 from scheduler.supervisor import Supervisor
 
 MODEL = ModelInfo(
@@ -68,7 +69,7 @@ class ScriptedScheduler:
         self.cancelled: list[str] = []
         self.changed = asyncio.Condition()
         self.released = asyncio.Event()
-        self.num_overloaded = 0
+        self.registry = Registry()
         self.lives: set[tuple[str, int]] = set()
         self.speaks = asyncio.Event()
         self.speaks.set()
@@ -81,13 +82,13 @@ class ScriptedScheduler:
         return SubmitReply(rejections=tuple(answers), queue=QueueState())
 
     async def heartbeat(self, heartbeat: Heartbeat) -> SchedulerState:
-        self.num_overloaded += heartbeat.num_overloaded
+        self.registry.add(heartbeat.figures)
         self.lives.add((heartbeat.api_server, heartbeat.life))
         await self.speaks.wait()
         return SchedulerState(life=1, num_deaths=0)
 
-    async def overloaded(self) -> int:
-        return self.num_overloaded
+    async def refused(self) -> float:
+        return self.registry.values(catalogue.REJECTIONS).get(("overloaded",), 0)
 
     async def be_silent(self) -> None:
         self.speaks.clear()
@@ -215,12 +216,10 @@ def server(scheduler: Any) -> Iterator[tuple[Any, str]]:
     ray.kill(actor)
 
 
-def is_api_server(process: psutil.Process) -> bool:
-    """Whether it is the process of an ApiServer of this test."""
-    title = process.info["cmdline"] or [""]
-    return title[0].startswith("ray::ApiServer") and process.pid in {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }
+def process_of(actor: Any) -> int:
+    """Return the id of an actor's process."""
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return pid
 
 
 def completion(url: str, *prompt: int, **fields: Any) -> httpx.Response:
@@ -407,14 +406,15 @@ def test_the_death_of_the_scheduler_is_an_error_and_not_a_hang(
     assert httpx.get(f"{url}/metrics").status_code == 503
 
 
-def client_of(scheduler: Any, **options: Any) -> SchedulerClient:
+def client_of(scheduler: Any, registry: Registry | None = None, **options: Any) -> SchedulerClient:
     admission = Admission(max_requests=MAX_QUEUED, max_tokens=4096)
-    return SchedulerClient(scheduler, name="none", model=MODEL, admission=admission, **options)
+    registry = Registry() if registry is None else registry
+    return SchedulerClient(
+        scheduler, name="none", model=MODEL, admission=admission, registry=registry, **options
+    )
 
 
 def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> None:
-    """And the scheduler, which counts refusals, hears of it with a heartbeat."""
-
     async def run() -> None:
         client = client_of(scheduler)
         client.admit(1, 100, 0).close()
@@ -422,11 +422,21 @@ def test_a_full_queue_turns_text_away_before_it_is_tokenised(scheduler: Any) -> 
         with client.admit(MAX_QUEUED, 0, MAX_QUEUED), pytest.raises(OverloadedError):
             client.admit(1, 100, 0)
         client.admit(1, 100, 0).close()
-        watching = asyncio.create_task(client.watch())
-        while await scheduler.overloaded.remote() == 0:
+
+    asyncio.run(run())
+
+
+def test_what_is_counted_reaches_the_scheduler_once(scheduler: Any) -> None:
+    async def run() -> None:
+        registry = Registry()
+        before = await scheduler.refused.remote()
+        registry.inc(catalogue.REJECTIONS, "overloaded")
+        watching = asyncio.create_task(client_of(scheduler, registry).watch())
+        while await scheduler.refused.remote() == before:
             pass
         watching.cancel()
-        assert await scheduler.overloaded.remote() == 1
+        assert await scheduler.refused.remote() == before + 1
+        assert not registry.values(catalogue.REJECTIONS)
 
     asyncio.run(run())
 
@@ -440,13 +450,13 @@ def test_while_the_scheduler_is_silent_nothing_new_is_accepted(scheduler: Any) -
         await scheduler.be_silent.remote()
         watching = asyncio.create_task(client.watch())
         while await is_healthy(client):
-            await scheduler.overloaded.remote()
+            await scheduler.refused.remote()
         with pytest.raises(UnavailableError):
             await client.submit([request("b", 8)])
         assert await stream.read(timeout_s=0) == []
         await scheduler.speak.remote()
         while not await is_healthy(client):
-            await scheduler.overloaded.remote()
+            await scheduler.refused.remote()
         await client.submit([request("c", 8)])
         watching.cancel()
         assert await scheduler.request_ids.remote() == ["a", "c"]
@@ -531,8 +541,7 @@ def test_a_server_that_hangs_is_ended_and_comes_back_at_its_port(scheduler: Any)
         supervisor = Supervisor(scheduler, [actor], hang_s=1.0, say=said.append)
         try:
             assert completion(url, 1).status_code == 200
-            (process,) = (p for p in psutil.process_iter(["cmdline"]) if is_api_server(p))
-            process.send_signal(signal.SIGSTOP)
+            os.kill(process_of(actor), signal.SIGSTOP)
             while "api-0 is back" not in said:
                 supervisor.look(time.monotonic())
             assert httpx.get(f"{url}/ready").status_code == 200

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,13 +213,8 @@ def test_an_abort_storm_harms_nobody_else(crowded: Service, references: dict[Pro
 
 def call_scheduler(service: Service, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
     """Call methods of the Scheduler actor from another process, one after the other."""
-    commands = (Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in service.processes())
-    addresses = {
-        match[1] for command in commands if (match := re.search(r"--gcs-address=([\d.:]+)", command))
-    }
-    (address,) = addresses
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.support.ray_call", address, json.dumps(calls)],
+        [sys.executable, "-m", "tests.support.ray_call", service.gcs_address(), json.dumps(calls)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -228,14 +228,17 @@ class Server:
 def actors() -> Iterator[dict[str, Any]]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        namespace=RAY_NAMESPACE,
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 1024 * 1024,
-        logging_level="ERROR",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Else a process that hangs has five seconds to end by itself.
+        patch.setenv("RAY_kill_worker_timeout_milliseconds", "200")
+        ray.init(
+            address="local",
+            namespace=RAY_NAMESPACE,
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 * 1024 * 1024,
+            logging_level="ERROR",
+        )
     decode, prefill = (
         SimpleNamespace(name=name, model_name="m", decode_share=0.0) for name in ("decode-0", "prefill-0")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,14 +29,23 @@ class Service:
     """A running service. `log` grows as it writes."""
 
     url: str
+    metrics_url: str
     model: str
     process: subprocess.Popen[str]
     mark: str
     log: list[str] = field(default_factory=list)
+    grown: threading.Condition = field(default_factory=threading.Condition)
+    """Notified with each line of the log."""
+
+    def log_until(self, text: str) -> list[str]:
+        """Wait until a line of the log has this text, and return all lines."""
+        with self.grown:
+            self.grown.wait_for(lambda: any(text in line for line in self.log))
+            return list(self.log)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric's value, 0 if it has none yet; over all label sets that have the given labels."""
-        text = httpx.get(f"{self.url}/metrics").raise_for_status().text
+        text = httpx.get(self.metrics_url).raise_for_status().text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -46,6 +57,29 @@ class Service:
         """Return the ids of all processes that the service started, itself included, and that still run."""
         names = (path.name for path in Path("/proc").iterdir())
         return [pid for pid in map(int, filter(str.isdigit, names)) if self._owns(pid)]
+
+    def gcs_address(self) -> str:
+        """Return the address of the service's own Ray cluster."""
+        commands = (Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in self.processes())
+        found = {
+            match[1] for command in commands if (match := re.search(r"--gcs-address=([\d.:]+)", command))
+        }
+        (address,) = found
+        return address
+
+    def ray_view(self) -> dict[str, Any]:
+        """Return what Ray says: ``actors``, states by name, and ``endpoints``, where nodes show metrics."""
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.support.ray_view", self.gcs_address()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "RAY_AUTH_MODE": "token"},
+        )
+        assert ended.returncode == 0, ended.stderr
+        view: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return view
 
     def _owns(self, pid: int) -> bool:
         try:
@@ -71,7 +105,7 @@ def serve(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Servic
         env={**os.environ, **(env or {}), _MARK: mark},
     )
     assert process.stdout is not None
-    service = Service(url="", model="", process=process, mark=mark)
+    service = Service(url="", metrics_url="", model="", process=process, mark=mark)
     ready = threading.Event()
     reader = threading.Thread(target=_read, args=(service, ready), daemon=True)
     reader.start()
@@ -93,9 +127,21 @@ def _read(service: Service, ready: threading.Event) -> None:
     """Keep what the service writes, and its URL from the summary; ends with the service."""
     assert service.process.stdout is not None
     for line in service.process.stdout:
-        service.log.append(line)
-        if match := re.match(r"\s+API\s+(http://\S+)/v1/completions", line):
-            service.url = match[1]
-        if re.match(r"\s+dashboard\s", line):
-            ready.set()
+        with service.grown:
+            service.log.append(line)
+            service.grown.notify_all()
+        for row in _rows(line):
+            if match := re.match(r"\s*API\s+(http://\S+)/v1/completions", row):
+                service.url = match[1]
+            if match := re.match(r"\s*metrics\s+(http://\S+)", row):
+                service.metrics_url = match[1]
+            if re.match(r"\s*dashboard\s", row):
+                ready.set()
     ready.set()
+
+
+def _rows(line: str) -> list[str]:
+    """Return the rows of the summary that a line of the log holds: itself, or all of them if it is JSON."""
+    if not line.startswith("{"):
+        return [line]
+    return [f"{name} {value}" for name, value in json.loads(line).items()]

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
@@ -101,3 +105,80 @@ def test_models_shows_name_size_and_folder_of_what_is_cached(tmp_path: Path) -> 
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / name).write_bytes(bytes(1_000_000))
     assert purefill("models") == (f"smollm2-135m\t3 MB\t{folder}\n", "")
+
+
+class StatusServer:
+    """Answers ``GET /status`` with one answer."""
+
+    def __init__(self, code: int, body: dict[str, object]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/status"
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> str:
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        return self.url
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+STATUS = {
+    "ready": True,
+    "problem": None,
+    "version": "1",
+    "model": "m",
+    "live_requests": 3,
+    "queue_requests": 2,
+    "queue_tokens": 9,
+    "actors": [{"name": "decode-0", "pool": "decode", "state": "dead", "start_time": 0.0}],
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("code", "body", "exit_code", "text"),
+    [
+        (200, STATUS, 0, "serves m: ready"),
+        (200, {**STATUS, "ready": False, "problem": "decode-0 died"}, 1, "not ready: decode-0 died"),
+        (503, {"error": {"message": "the scheduler is not running"}}, 1, "the scheduler is not running"),
+        (404, {}, 3, "answers 404"),
+    ],
+)
+def test_status(
+    code: int,
+    body: dict[str, object],
+    exit_code: int,
+    text: str,
+    as_json: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StatusServer(code, body) as url:
+        assert main(["status", "--url", url, *(["--json"] if as_json else [])]) == exit_code
+    output = capsys.readouterr().out
+    if as_json:
+        status = json.loads(output)
+        assert status["ready"] == (exit_code == 0)
+        assert code != 200 or status == body
+    else:
+        assert text in output
+        assert code != 200 or "decode-0      decode     dead      1970-01-01 00:00:00+00:00" in output
+
+
+def test_status_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert main(["status", "--url", f"http://127.0.0.1:{port}", "--json"]) == 3
+    assert "does not answer" in json.loads(capsys.readouterr().out)["problem"]

@@ -63,6 +63,9 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "ray_address": ("auto", "auto"),
     "usage_stats": ("true", True),
     "log_level": ("debug", "debug"),
+    "log_format": ("json", "json"),
+    "log_prompts": ("true", True),
+    "otlp_endpoint": ("http://127.0.0.1:4318", "http://127.0.0.1:4318"),
     "dashboard_port": ("8266", 8266),
 }
 
@@ -96,7 +99,7 @@ def test_a_field_is_the_same_from_each_source(field: str, tmp_path: Path) -> Non
     wanted = ServeConfig.model_validate({other: SAMPLES[other][1], field: value})
 
     flag = "--" + field.replace("_", "-")
-    assert load(*with_it, *([flag] if field == "usage_stats" else [flag, text])) == wanted
+    assert load(*with_it, *([flag] if text == "true" else [flag, text])) == wanted
 
     variable = "PUREFILL_API_KEYS" if field == "api_key" else f"PUREFILL_{field.upper()}"
     assert load(*with_it, environ={variable: text}) == wanted
@@ -154,6 +157,7 @@ def test_several_api_keys() -> None:
         ({"max_model_len": 1}, "max_model_len must be >= 2, got 1"),
         ({"port": 65536}, "port must be <= 65535, got 65536"),
         ({"metrics_port": -1}, "metrics_port must be >= 0, got -1"),
+        ({"otlp_endpoint": "host:4318"}, "otlp_endpoint must match https?://.+, got 'host:4318'"),
         ({"device": "gpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
         ({"usage_stats": "maybe"}, "usage_stats must be true or false, got 'maybe'"),
         ({"model": ""}, "model must not be empty, got ''"),
@@ -198,7 +202,6 @@ def test_several_api_keys() -> None:
         ),
         # What a later version brings.
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
-        ({"metrics_port": 9000}, "metrics_port must be the API's port, one of its own comes later"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(values: dict[str, object], message: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+import worker.model
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, LoadTiny
 from worker.model import Model, ModelSource, load_model
 
@@ -26,3 +27,9 @@ def load_tiny(tmp_path: Path) -> LoadTiny:
         return served, own
 
     return load
+
+
+@pytest.fixture
+def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a model's layers as they are on a GPU, where they are compiled."""
+    monkeypatch.setattr(worker.model, "fuse_layers", lambda *_: frozenset())

@@ -15,6 +15,7 @@ from worker.kv_pool import KVPool
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 
 
+@pytest.mark.usefixtures("unfused")
 def test_one_version_serves_buckets_of_all_sizes(
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ class FusedError(Exception):
     """Ends the compilation: carries how many rotations were fused."""
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "mistral_window", "phi3", "gemma", "gemma2", "gemma3"],

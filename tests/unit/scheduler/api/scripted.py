@@ -22,11 +22,13 @@ from scheduler.api.journaling import Journaling
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 from scheduler.messages import (
+    ActorStatus,
     FinishReason,
     ModelInfo,
     Request,
     SamplingParams,
     ServiceLoad,
+    ServiceStatus,
     TokenEvent,
     TokenEvents,
     TokenLogprobs,
@@ -166,6 +168,11 @@ class ScriptedEngine:
 
     async def load(self) -> ServiceLoad:
         return ServiceLoad(num_live=3, num_waiting=2, num_waiting_tokens=50)
+
+    async def status(self) -> ServiceStatus:
+        problem = None if self.failure is None else self.failure.message
+        scheduler = ActorStatus(name="scheduler", pool="scheduler", state="ready", start_time=1.5)
+        return ServiceStatus(problem=problem, load=await self.load(), actors=(scheduler,))
 
     async def check_health(self) -> None:
         if self.failure is not None:

@@ -12,10 +12,14 @@ import httpx
 import jsonschema
 import pytest
 
+from scheduler.api.app import AppSettings, create_app, metrics_app
+from scheduler.api.auth import key_digest
 from scheduler.api.sse import until_disconnect
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.errors import RequestCancelledError, UnavailableError
+from scheduler.errors import OverloadedError, RequestCancelledError, UnavailableError
 from scheduler.messages import Request, TokenEvent, TokenEvents
+from scheduler.observe import catalogue
+from scheduler.observe.registry import Registry
 from tests.support.data import shared_file
 from tests.unit.scheduler.api.scripted import (
     END,
@@ -115,6 +119,78 @@ def test_the_log_tells_which_answer_a_request_got(
     caplog.set_level(logging.INFO, logger="scheduler.api")
     answer = complete(app_over(ScriptedEngine(["a"]), bytes_tokenizer)).json()
     assert re.search(f"POST /v1/completions 200 [0-9.]+ s {answer['id']}", caplog.text)
+
+
+def test_the_log_tells_where_time_went_and_nothing_of_prompts(
+    bytes_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="scheduler.api")
+    engine = ScriptedEngine(["abc", "abc"])
+    complete(app_over(engine, bytes_tokenizer), prompt="secret words", stream=True)
+    (record,) = caplog.records
+    assert re.search(
+        "length, 12 \\+ 3 tokens, queued 0.000 s, .*first token after 0.[0-9]+ s", record.message
+    )
+    fields: dict[str, Any] = record.fields  # type: ignore[attr-defined]
+    assert (fields["status"], fields["outcome"], fields["output_tokens"]) == (200, "length", 3)
+    assert "secret" not in caplog.text
+    complete(app_over(engine, bytes_tokenizer, log_prompts=True), prompt="secret\nwords")
+    assert '"prompt": ["secret\\nwords"]' in caplog.text
+
+
+def test_what_is_counted_of_requests(bytes_tokenizer: Tokenizer) -> None:
+    """Of those that are refused, the reason; of those that fail later, when they ended."""
+    registry, engine = Registry(), ScriptedEngine(["ab", "cd", ""], errors={2: ("worker_failed", "it broke")})
+    settings = AppSettings(model_names=(MODEL.name,), api_keys=(key_digest("key"),))
+    app = create_app(engine, bytes_tokenizer, settings, registry=registry)
+
+    def post(code: int, key: str = "key", **fields: Any) -> None:
+        body = {"model": MODEL.name, "prompt": "Hi", **fields}
+        headers = {"authorization": f"Bearer {key}"}
+        answer = send(app, "POST", "/v1/completions", json=body, headers=headers)
+        assert answer.status_code == code
+
+    post(200, n=2)
+    post(500)
+    post(401, key="wrong")
+    post(400, max_tokens=-1)
+    post(404, model="other")
+    engine.refusal = OverloadedError("full")
+    post(429)
+    assert send(app, "GET", "/v1/secret-path").status_code == 401
+    reasons = ("authentication", "invalid", "model_not_found", "overloaded")
+    assert registry.values(catalogue.REJECTIONS) == {(reason,): 1 for reason in reasons}
+    assert registry.values(catalogue.PROMPT_TOKENS) == {(): 6}
+    codes = registry.values(catalogue.HTTP_REQUESTS)
+    assert codes["other", "401"] == 2
+    assert codes["/v1/completions", "200"] == codes["/v1/completions", "429"] == 1
+    histograms = registry.figures().histograms
+    assert sum(histograms[catalogue.TIME_TO_FIRST_TOKEN.name][()][1:]) == 2
+    assert sum(histograms[catalogue.INTER_TOKEN.name][()][1:]) == 2
+    assert sum(histograms[catalogue.REQUEST_SECONDS.name][()][1:]) == 3
+
+
+def test_status(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine()
+    app = app_over(engine, bytes_tokenizer)
+    status = send(app, "GET", "/status").json()
+    assert (status["ready"], status["queue_requests"], status["model"]) == (True, 2, MODEL.name)
+    assert status["actors"] == [
+        {"name": "scheduler", "pool": "scheduler", "state": "ready", "start_time": 1.5}
+    ]
+    engine.failure = UnavailableError("prefill-0 died")
+    status = send(app, "GET", "/status").json()
+    assert (status["ready"], status["problem"]) == (False, "prefill-0 died")
+
+
+def test_metrics_at_a_port_of_their_own(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine()
+    assert send(app_over(engine, bytes_tokenizer, serves_metrics=False), "GET", "/metrics").status_code == 404
+    alone = metrics_app(engine)
+    assert send(alone, "GET", "/metrics").text == "purefill_queue_requests 0\n"
+    assert send(alone, "GET", "/v1/models").status_code == 404
+    engine.failure = UnavailableError("the scheduler is not running")
+    assert send(alone, "GET", "/metrics").status_code == 503
 
 
 def test_bodies_that_are_too_large(bytes_tokenizer: Tokenizer) -> None:

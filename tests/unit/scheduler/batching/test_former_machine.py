@@ -259,10 +259,14 @@ class FormerMachine(RuleBasedStateMachine):
         assert len(self.former) == len(self.waiting)
         assert self.former.num_tokens == sum(w.request.num_tokens for w in self.waiting.values())
         by_class: dict[int, int] = {}
+        tokens: dict[int, int] = {}
         for entry in self.waiting.values():
             if not entry.returned:
-                by_class[entry.request.priority] = by_class.get(entry.request.priority, 0) + 1
+                priority = entry.request.priority
+                by_class[priority] = by_class.get(priority, 0) + 1
+                tokens[priority] = tokens.get(priority, 0) + entry.request.num_tokens
         assert self.former.counts_by_class == by_class
+        assert self.former.tokens_by_class == tokens
         assert all(request_id in self.former for request_id in self.waiting)
 
     def teardown(self) -> None:
