@@ -144,6 +144,14 @@ class SchedulerCore:
         """A prefill worker is going to be ready. Until then, requests wait for it."""
         self._prefill.expect(name)
 
+    def expect_decode_worker(self, name: str) -> None:
+        """A decode worker is going to be ready, with a pool of any size. Until then, requests wait for it."""
+        self._pools.expect(name)
+
+    def fail_what_fits_nowhere(self, now: float) -> None:
+        """A worker that was expected is here: fail what waited for a larger one, if none is to come."""
+        self._book.fail_what_fits_nowhere(now)
+
     def drain_worker(self, name: str) -> None:
         """Give a worker nothing new. Once nothing is left at it, a `ReleaseWorker` follows."""
         if name in self._prefill:
@@ -163,7 +171,7 @@ class SchedulerCore:
         if rejection is not None:
             return rejection
         for request in group:
-            self._accept(request, now)
+            self._book.enqueue(self._accept(request, now), now)
         return None
 
     def resume(self, requests: Sequence[Request], now: float) -> None:
@@ -177,8 +185,7 @@ class SchedulerCore:
             if entry is not None:
                 self._book.resume(entry, len(request.output_token_ids), now)
                 continue
-            self._accept(request, now, front=True)
-            self._observer.requeued("resumed")
+            self._book.requeue(self._accept(request, now), "resumed", now)
         self._book.fail_what_fits_nowhere(now)
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -351,7 +358,7 @@ class SchedulerCore:
             rejection = check_room(group, self._admission, now)
         return rejection
 
-    def _accept(self, request: Request, now: float, *, front: bool = False) -> LiveRequest:
+    def _accept(self, request: Request, now: float) -> LiveRequest:
         self._num_accepted += 1
         entry = LiveRequest(
             request=request,
@@ -361,7 +368,6 @@ class SchedulerCore:
             output_token_ids=list(request.output_token_ids),
         )
         self._book.entries[request.request_id] = entry
-        self._book.enqueue(entry, now, front=front)
         return entry
 
     def _prefill_lost(self, name: str, now: float) -> None:

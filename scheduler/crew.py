@@ -166,6 +166,7 @@ class Crew:
         """Take a worker into service that is ready."""
         if isinstance(info, DecodeWorkerInfo):
             self._take_decode_worker(info)
+            self._core.fail_what_fits_nowhere(time.monotonic())
             self._open()
         else:
             self._take_prefill_worker(info)
@@ -253,15 +254,27 @@ class Crew:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    async def _found_workers(self) -> list[str]:
+        """Return the names of all workers, however often Ray has to be asked: until then nothing is accepted."""
+        while True:
+            try:
+                return await running_workers()
+            except Exception:
+                _LOG.exception("Ray does not say which workers there are; it is asked again")
+            await asyncio.sleep(_FIRST_PAUSE_S)
+
     async def _recover(self) -> None:
         """Take over the workers of a scheduler that died. What they did for it, ApiServers ask for again."""
-        names = await running_workers()
+        names = await self._found_workers()
         _LOG.warning("the scheduler starts again and takes over %s", ", ".join(names))
         self._fleet.count_names(names)
         self._away.update(names)
         prefill = [name for name in names if kind_of(name) == "prefill"]
-        for name in prefill:
-            self._core.expect_prefill_worker(name)
+        for name in names:
+            if name in prefill:
+                self._core.expect_prefill_worker(name)
+            else:
+                self._core.expect_decode_worker(name)
         # A batch that is still computed must not write into pages that are given to others: it is waited for.
         idle = [asyncio.ensure_future(self._actors.lives(name)) for name in names]
         if idle:

@@ -22,6 +22,8 @@ _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
 _PREEMPT_AHEAD_TOKENS = 2
 """Others must leave once a sequence has room for fewer tokens than this: until then, one may end by itself."""
+_ANY_NUM_TOKENS = 2**63
+"""More than any sequence has: the size of a pool that is not known yet."""
 
 
 def num_start_pages(request: Request, page_size: int) -> int:
@@ -254,6 +256,10 @@ class DecodePools:
         """Count on it that a pool that is about to be removed comes back, as large and empty."""
         self._away[name] = self._pools[name].max_tokens
         self._max_total_tokens = None
+
+    def expect(self, name: str) -> None:
+        """Count on it that a pool will come that is not known here yet, nor how large it is."""
+        self._away[name] = _ANY_NUM_TOKENS
 
     def give_up(self, name: str) -> None:
         """A pool that was expected back will not come."""

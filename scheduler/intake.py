@@ -43,7 +43,8 @@ def check_group(
 
 def check_room(group: Sequence[Request], admission: Admission, now: float) -> Rejection | None:
     """Return why the queue cannot take the requests now, or None. `admission` knows the queue's state."""
-    first, num_tokens = group[0].request_id, sum(request.num_prefill_tokens for request in group)
+    # The prompts alone: what fitted once fits still when it comes back with the tokens that it got.
+    first, num_tokens = group[0].request_id, sum(len(request.prompt_token_ids) for request in group)
     try:
         # They are in the queue, which counts them, as soon as this returns.
         admission.admit(len(group), num_tokens, now).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from scheduler.journal.base import Journal, JournalError
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
 """As long as tokens wait to be written."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class Follower:
@@ -49,6 +52,10 @@ class Follower:
             self._stream.fail(error)
         except (JournalError, RecordError) as error:
             self._stream.fail(UnavailableError(str(error)))
+        except Exception:
+            # Whoever waits would wait for ever.
+            _LOG.exception("the journal's entry %s cannot be read", self._entry_id)
+            self._stream.fail(UnavailableError("the journal's entry cannot be read"))
 
     async def _read_all(self) -> None:
         num_groups, pause_s, state = 0, _FIRST_PAUSE_S, "open"

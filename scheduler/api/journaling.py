@@ -20,7 +20,13 @@ from scheduler.api.records import (
     decode_events,
     encode_accepted,
 )
-from scheduler.errors import IdempotencyKeyError, OverloadedError, RequestError, UnavailableError
+from scheduler.errors import (
+    IdempotencyKeyError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    WorkerFailedError,
+)
 from scheduler.journal.base import Entry, Journal, JournalError, Orphan, Write
 from scheduler.messages import JournalStatus, TokenEvent
 
@@ -71,6 +77,7 @@ class Journaling:
         self._running: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._unreadable: set[str] = set()
+        self._adopted: set[str] = set()
         self._departure: asyncio.Event | None = None
         self._adopts = True
 
@@ -166,7 +173,7 @@ class Journaling:
         except JournalError as error:
             if was_up:
                 # It may be there all the same; whoever asks again would wait for what nobody computes.
-                self._recorder.record(ticket.entry_id, is_keyed=ticket.is_keyed).remove()
+                self._recorder.give_up(ticket.entry_id, is_keyed=ticket.is_keyed)
             if self._refuses:
                 raise _away() from error
             self._num_unjournaled += 1
@@ -238,7 +245,12 @@ class Journaling:
 
     async def _live(self) -> None:
         """Say that this ApiServer lives."""
-        await self._journal.renew()
+        try:
+            await self._journal.renew()
+        except JournalError:
+            # A journal that is full would stay so: nothing is written to it while it counts as away.
+            await self._recorder.make_room()
+            raise
 
     async def _adopt(self) -> None:
         """Take over what others left."""
@@ -246,7 +258,10 @@ class Journaling:
         if self._resume is None or room <= 0 or not self._adopts:
             return
         for orphan in await self._journal.orphans(room):
-            if orphan.entry_id not in self._unreadable and not await self._adopt_one(orphan, self._resume):
+            # One that is computed here may still be among those of its former owner.
+            if orphan.entry_id in self._unreadable or orphan.entry_id in self._adopted:
+                continue
+            if not await self._adopt_one(orphan, self._resume):
                 return
 
     async def _adopt_one(self, orphan: Orphan, resume: Resume) -> bool:
@@ -257,21 +272,34 @@ class Journaling:
         entry = await self._journal.take_over(orphan)
         if entry is None:
             return True
-        accepted = decode_accepted(entry.record)
-        events = [event for group in entry.groups for event in decode_events(group)]
-        recording = self._recorder.record(orphan.entry_id, is_keyed=accepted.is_keyed)
+        # Whoever comes back for it, be it with a key of ours, has no other way to its result.
+        recording = self._recorder.record(orphan.entry_id, is_keyed=True)
         try:
+            accepted = decode_accepted(entry.record)
+            events = [event for group in entry.groups for event in decode_events(group)]
             rest = await resume(accepted, events, recording)
         except OverloadedError as error:
             recording.failed(UnavailableError(error.message))
             return False
         except RequestError as error:
             recording.failed(error)
-            _LOG.warning("request %s cannot be gone on with: %s", accepted.answer_id, error.message)
+            _LOG.warning("entry %s cannot be gone on with: %s", orphan.entry_id, error.message)
             return not isinstance(error, UnavailableError)
+        except Exception:
+            # It must not keep others from being gone on with, nor let who follows it wait for ever.
+            _LOG.exception("entry %s cannot be gone on with", orphan.entry_id)
+            recording.failed(WorkerFailedError("the request cannot be gone on with"))
+            return True
         _LOG.info("request %s goes on after %d tokens", accepted.answer_id, len(events))
-        self._spawn(rest())
+        self._adopted.add(orphan.entry_id)
+        self._spawn(self._finish_adopted(orphan.entry_id, rest))
         return True
+
+    async def _finish_adopted(self, entry_id: str, rest: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await rest()
+        finally:
+            self._adopted.discard(entry_id)
 
     def _can_read(self, entry_id: str, entry: Entry) -> bool:
         """Whether this version understands an entry. One that it does not is left alone."""

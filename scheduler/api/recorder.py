@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary
 
 from scheduler.api.records import encode_error, encode_events
 from scheduler.errors import RequestError, UnavailableError
@@ -86,13 +87,23 @@ class Recorder:
         self._journal = journal
         self._group_s = group_s
         self._dirty: dict[str, Recording] = {}
+        self._alive: WeakValueDictionary[str, Recording] = WeakValueDictionary()
+        """Those that somebody has, by entry: of requests that are computed, or wait to be written."""
         self._timer: asyncio.TimerHandle | None = None
         self._flushing: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
 
     def record(self, entry_id: str, *, is_keyed: bool) -> Recording:
         """Return a recording for an entry that is this owner's."""
-        return Recording(entry_id, is_keyed=is_keyed, touch=self._touch)
+        recording = Recording(entry_id, is_keyed=is_keyed, touch=self._touch)
+        self._alive[entry_id] = recording
+        return recording
+
+    def give_up(self, entry_id: str, *, is_keyed: bool) -> None:
+        """Remove an entry that may have been made, unless it is another request's that was first with its key."""
+        first = self._alive.get(entry_id)
+        if first is None or first.state in ("failed", "removed"):
+            self.record(entry_id, is_keyed=is_keyed).remove()
 
     @property
     def lag_s(self) -> float:
@@ -103,6 +114,10 @@ class Recorder:
     async def flush(self) -> None:
         """Write everything that waits now. Raises JournalError; then it waits on."""
         await self._write()
+
+    async def make_room(self) -> None:
+        """Remove the entries that nobody wants. Raises JournalError; then they wait on."""
+        await self._write_these([r for r in self._dirty.values() if r.state == "removed"])
 
     async def settle(self, entry_id: str) -> None:
         """Write what waits for an entry, so that it meets none that takes its place. Raises JournalError."""
@@ -133,10 +148,10 @@ class Recorder:
 
     async def _write(self) -> None:
         async with self._writing:
-            await self._write_all()
+            await self._write_these(self._dirty.values())
 
-    async def _write_all(self) -> None:
-        batch = [(recording, *recording.next_write()) for recording in self._dirty.values()]
+    async def _write_these(self, recordings: Iterable[Recording]) -> None:
+        batch = [(recording, *recording.next_write()) for recording in recordings]
         if not batch:
             return
         refused = set(await self._journal.write([write for _, write, _ in batch]))

@@ -129,8 +129,11 @@ def encode_error(error: RequestError) -> str:
 
 
 def decode_error(text: str) -> RequestError:
-    """Return an error as it was."""
-    label, message, param = json.loads(text)
+    """Return an error as it was. Raises RecordError."""
+    try:
+        label, message, param = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise RecordError(f"the error in the journal's entry cannot be read: {problem}") from problem
     error = request_error(label, message)
     error.param = param
     return error
@@ -156,5 +159,5 @@ def _decode(adapter: TypeAdapter[T], data: bytes) -> T:
                 f"the journal's entry has version {version}, this purefill reads version {VERSION}"
             )
         return adapter.validate_json(data)
-    except (ValueError, ValidationError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         raise RecordError(f"the journal's entry cannot be read: {error}") from error

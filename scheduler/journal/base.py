@@ -82,7 +82,10 @@ class Journal(Protocol):
         """Make an entry and return None; if there is one that has not failed, return it without its groups."""
 
     async def write(self, writes: Sequence[Write]) -> list[str]:
-        """Add to entries. Returns the ids of those that are not this owner's (any more); they stay as they are."""
+        """Add to entries. Returns the ids of those that are not this owner's (any more); they stay as they are.
+
+        Entries that are only removed are tried to be even while the journal is away: it may be full.
+        """
 
     async def read(self, entry_id: str, first_group: int = 0) -> Entry | None:
         """Return an entry, with its groups from this one on."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
 
 from scheduler.journal.base import JournalError
 from scheduler.journal.resp import CALL_TIMEOUT_S, Command
@@ -56,7 +55,9 @@ class ClientPipe:
                         for command in waiter.commands:
                             pipeline.execute_command(*command)
                     answers = iter(await pipeline.execute(raise_on_error=False))
-            except (RedisError, OSError, TimeoutError) as error:
+            except (
+                Exception
+            ) as error:  # Not all that the client raises is a RedisError: not RedisClusterException.
                 reason = str(error) or f"no answer within {CALL_TIMEOUT_S:g} s"
                 for waiter in batch:
                     _fail(waiter, reason)

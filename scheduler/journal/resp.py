@@ -40,13 +40,17 @@ class DirectPipe:
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[_Connection] | None = None
 
     async def calls(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands, in this order, and return their answers. Raises JournalError if one has none."""
         connection = self._connection
         if connection is None or connection.is_closed:
-            connection = await self._connect()
+            # One attempt for all who wait: each with its own, the last would wait for all that come to nothing.
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._connect())
+                self._connecting.add_done_callback(self._has_tried)
+            connection = await asyncio.shield(self._connecting)
         return await connection.ask(commands)
 
     async def close(self) -> None:
@@ -54,35 +58,37 @@ class DirectPipe:
         if self._connection is not None:
             self._connection.abort("the connection is closed")
 
+    def _has_tried(self, attempt: asyncio.Task[_Connection]) -> None:
+        self._connecting = None
+        if not attempt.cancelled():
+            attempt.exception()  # Whoever waited for it may be gone.
+
     async def _connect(self) -> _Connection:
-        async with self._connecting:
-            if self._connection is not None and not self._connection.is_closed:
-                return self._connection
-            address = self._address
-            context = ssl.create_default_context() if address.tls else None
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    loop = asyncio.get_running_loop()
-                    _, connection = await loop.create_connection(
-                        _Connection, address.host, address.port, ssl=context
-                    )
-            except TimeoutError:
-                raise JournalError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
-            except OSError as error:
-                raise JournalError(f"no connection: {error}") from error
-            greeting: list[Command] = []
-            if address.password is not None:
-                user = () if address.username is None else (address.username,)
-                greeting.append(("AUTH", *user, address.password))
-            if address.db:
-                greeting.append(("SELECT", address.db))
-            try:
-                await connection.ask(greeting)
-            except BaseException:
-                connection.abort("the connection was refused")
-                raise
-            self._connection = connection
-            return connection
+        address = self._address
+        context = ssl.create_default_context() if address.tls else None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(
+                    _Connection, address.host, address.port, ssl=context
+                )
+        except TimeoutError:
+            raise JournalError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+        except OSError as error:
+            raise JournalError(f"no connection: {error}") from error
+        greeting: list[Command] = []
+        if address.password is not None:
+            user = () if address.username is None else (address.username,)
+            greeting.append(("AUTH", *user, address.password))
+        if address.db:
+            greeting.append(("SELECT", address.db))
+        try:
+            await connection.ask(greeting)
+        except BaseException:
+            connection.abort("the connection was refused")
+            raise
+        self._connection = connection
+        return connection
 
 
 @dataclass(slots=True, kw_only=True)

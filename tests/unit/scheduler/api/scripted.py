@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class ScriptedEngine:
         self._sampling: dict[str, SamplingParams] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
         self.submitted = asyncio.Event()
+        self.on_submit: Callable[[], object] = lambda: None
         self.cancelled: list[str] = []
         self.router = TokenRouter()
         self.admission = Admission(max_requests=10_000, max_tokens=1_000_000)
@@ -123,6 +124,7 @@ class ScriptedEngine:
                     self.send(request.request_id, token_ids, finish_reason="length")
             self.requests.append(request)
         self.submitted.set()
+        self.on_submit()
         return stream
 
     def send(

@@ -30,19 +30,20 @@ class SharedJournal(MemoryJournal):
     def __init__(self, store: MemoryStore, owner: str) -> None:
         super().__init__(store, owner, lease_s=3600)
         self.is_away = False
+        self.is_full = False
         self.loses_answers = False
         self.num_reads = 0
 
     @property
     def is_up(self) -> bool:
-        return not self.is_away
+        return not self.is_away and not self.is_full
 
     @property
     def renew_every_s(self) -> float:
         return 0.01
 
     def check(self) -> None:
-        if self.is_away:
+        if self.is_away or self.is_full:
             raise JournalError("the journal cannot be reached")
 
     async def renew(self) -> None:
@@ -61,6 +62,7 @@ class SharedJournal(MemoryJournal):
             raise JournalError("no answer")
 
     async def write(self, writes: Sequence[Write]) -> list[str]:
+        self.is_full = self.is_full and not all(write.state == "removed" for write in writes)
         self.check()
         refused = await super().write(writes)
         self.lose_answer()
@@ -69,7 +71,9 @@ class SharedJournal(MemoryJournal):
     async def read(self, entry_id: str, first_group: int = 0) -> Entry | None:
         self.check()
         self.num_reads += 1
-        return await super().read(entry_id, first_group)
+        entry = await super().read(entry_id, first_group)
+        await asyncio.sleep(0)  # Others have their turn before an answer is there.
+        return entry
 
     async def orphans(self, limit: int) -> list[Orphan]:
         self.check()
@@ -84,6 +88,8 @@ class Server:
         self.journal = SharedJournal(store, name)
         on_failure = settings.pop("on_failure", "refuse")
         self.journaling = Journaling(self.journal, on_failure=on_failure, group_s=0.01)
+        self.sent: list[Any] = []
+        """What the clients of `begin` were sent."""
         self._store, self._name = store, name
         self._app = app_over(self.engine, tokenizer, journaling=self.journaling, **settings)
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
@@ -110,7 +116,7 @@ class Server:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            pass
+            self.sent.append(message)
 
         headers = [(b"content-type", b"application/json")]
         headers += [] if key is None else [(KEY_HEADER.lower().encode(), key.encode())]
@@ -732,5 +738,125 @@ def test_a_journal_that_comes_up_late_is_waited_for(play: Play) -> None:
         await starting
         assert "late" in world.store.alive_until_s
         await journaling.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_key_that_the_answer_named_leads_to_the_result(play: Play, early: bool) -> None:
+    """The client of a stream that broke, as everything died, comes back with the key that the head named."""
+
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        leave = await first.begin(stream=True, max_tokens=4)
+        await until(lambda: first.sent)
+        key = dict(first.sent[0]["headers"])[KEY_HEADER.lower().encode()].decode()
+        first.die()
+        second = await world.server()
+        second.engine.texts = None
+        await until(lambda: second.engine.requests)
+        again = asyncio.ensure_future(second.post(key, stream=True, max_tokens=4))
+        if early:
+            await until(lambda: second.journal.num_reads > 2)
+        second.engine.send(second.engine.requests[0].request_id, list(b"abcd"), finish_reason="length")
+        answer = await again
+        assert (texts(answer), answer.headers[REPLAYED_HEADER]) == ("abcd", "true")
+        assert texts(await second.post(key, stream=True, max_tokens=4)) == "abcd"
+        assert len(second.engine.requests) == 1
+        await leave()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"[" * 100_000,
+        b'{"version":1}',
+        None,
+    ],
+)
+def test_an_entry_that_nobody_can_go_on_with_holds_up_no_other(play: Play, record: bytes | None) -> None:
+    async def scenario(world: World) -> None:
+        first = await world.server()
+        first.engine.texts = None
+        lost = [asyncio.ensure_future(first.post(key, max_tokens=2)) for key in ("bad", "good")]
+        await until(lambda: len(first.engine.requests) == 2)
+        bad = next(iter(world.store.slots.values()))
+        if record is not None:
+            bad.record = record
+        else:
+            bad.record = bad.record.replace(b"/v1/completions", b"/v9/completions")
+        first.die()
+        second = await world.server()
+        second.engine.restart(["ok", "ok"])
+        assert (await second.post("good", max_tokens=2)).json()["choices"][0]["text"] == "ok"
+        if record is None:
+            await until(lambda: bad.state == "failed")
+        # What failed is forgotten; what cannot be read may be another version's.
+        assert (await second.post("bad", max_tokens=2)).status_code == (200 if record is None else 503)
+        first.engine.router.fail_all(UnavailableError("over"))
+        await asyncio.gather(*lost)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("end", [{"group": b'{"version":1,"runs":[{"c":7,"i":0,"t":[1]}]}'}, {"error": ""}])
+def test_who_follows_what_cannot_be_read_is_told(play: Play, end: dict[str, Any]) -> None:
+    async def scenario(world: World) -> None:
+        first, second = await world.server(), await world.server()
+        first.engine.texts = None
+        original = asyncio.ensure_future(first.post("k", max_tokens=2))
+        await until(lambda: len(first.engine.requests) == 1)
+        follower = asyncio.ensure_future(second.post("k", max_tokens=2))
+        await until(lambda: second.journal.num_reads > 2)
+        (entry_id,) = world.store.slots
+        if "group" in end:
+            world.store.add(entry_id, end["group"], time.monotonic())
+        else:
+            world.store.finish(entry_id, "failed", end["error"])
+        assert (await follower).status_code == 503
+        first.engine.router.fail_all(UnavailableError("over"))
+        await original
+
+    play(scenario)
+
+
+def test_who_was_second_and_got_no_answer_leaves_the_first_alone(play: Play) -> None:
+    """Both asked what is known by their key before either was written down."""
+
+    async def scenario(world: World) -> None:
+        server = await world.server()
+        server.engine.texts = None
+        server.engine.on_submit = lambda: setattr(server.journal, "loses_answers", True)
+        both = [asyncio.ensure_future(server.post("k", max_tokens=4)) for _ in range(2)]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await until(lambda: server.journaling.status().lag_s == 0)
+        (request,) = server.engine.requests
+        server.engine.send(request.request_id, list(b"abcd"), finish_reason="length")
+        answers = await asyncio.gather(*both)
+        assert sorted(answer.status_code for answer in answers) == [200, 503]
+        await until(lambda: server.journaling.status().lag_s == 0)
+        server.engine.restart(["other"])
+        again = await server.post("k", max_tokens=4)
+        assert again.json()["choices"][0]["text"] == "abcd"
+
+    play(scenario)
+
+
+def test_a_full_journal_is_relieved_of_what_nobody_wants(play: Play) -> None:
+    """It refuses everything but removals, and so counts as away."""
+
+    async def scenario(world: World) -> None:
+        server = await world.server()
+        server.engine.texts = None
+        leave = await server.begin()
+        await until(lambda: world.store.slots)
+        server.journal.is_full = True
+        await leave()
+        await until(lambda: not world.store.slots)
+        server.engine.restart(["Hello<end>"])
+        assert (await server.post()).status_code == 200
 
     play(scenario)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scheduler.journal.base import Entry, Journal, JournalError, Orphan, Write
 from scheduler.journal.memory import MemoryJournal, MemoryStore
+from scheduler.journal.pipe import Pipe
 from scheduler.journal.redis_journal import RedisJournal
 from scheduler.journal.redis_url import connect
+from scheduler.journal.resp import Command
 from tests.support.redis_server import running_redis
 
 Scenario = Callable[["Journals"], Awaitable[None]]
@@ -277,6 +280,97 @@ def test_entries_are_forgotten_in_time(check: Callable[[Scenario], None]) -> Non
         assert found is None or found.groups == ()
 
     check(scenario)
+
+
+class SlowPipe:
+    """Sends one command after the other, as many or those of a cluster travel; something happens after each."""
+
+    def __init__(self, pipe: Pipe, after: Callable[[Command], Awaitable[None]]) -> None:
+        self._pipe, self._after = pipe, after
+
+    async def calls(self, commands: Sequence[Command]) -> list[Any]:
+        answers = []
+        for command in commands:
+            answers += await self._pipe.calls([command])
+            await self._after(command)
+        return answers
+
+    async def close(self) -> None:
+        await self._pipe.close()
+
+
+def test_who_looks_while_an_entry_is_released_does_not_lose_it(redis_url: str) -> None:
+    async def scenario() -> None:
+        model = f"test-{next(_numbers)}"
+        b = RedisJournal(connect(redis_url), "b", model=model, ttl_s=LONG_S)
+        await b.renew()
+
+        async def look(command: Command) -> None:
+            for orphan in await b.orphans(9):
+                await b.take_over(orphan)
+
+        a = RedisJournal(SlowPipe(connect(redis_url), look), "a", model=model, ttl_s=LONG_S)
+        await a.renew()
+        await a.accept("1", b"r", "f")
+        await a.write([Write(entry_id="1", state="released")])
+        await a.close()
+        assert await b.read("1") == entry(owner="b")
+        # And it is known to be b's, should that die.
+        await b.close()
+        c = RedisJournal(connect(redis_url), "c", model=model, ttl_s=LONG_S)
+        await c.renew()
+        assert await c.orphans(9) == [Orphan(entry_id="1", owner="b")]
+        await c.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_took_an_entry_over_knows_it_whatever_comes_then(redis_url: str) -> None:
+    async def scenario() -> None:
+        model = f"test-{next(_numbers)}"
+        a = RedisJournal(connect(redis_url), "a", model=model, ttl_s=LONG_S)
+        await a.renew()
+        await a.accept("1", b"r", "f")
+        await a.close()
+
+        async def break_off(command: Command) -> None:
+            if command[0] == "SREM":
+                raise JournalError("the connection broke")
+
+        b = RedisJournal(SlowPipe(connect(redis_url), break_off), "b", model=model, ttl_s=LONG_S)
+        await b.renew()
+        assert await b.take_over(Orphan(entry_id="1", owner="a")) == entry(owner="b")
+        await b.renew()
+        await b.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_full_redis_has_room_again_once_entries_are_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with running_redis(tmp_path) as server:
+            a = RedisJournal(connect(server.url), "a", model="m", ttl_s=LONG_S)
+            await a.renew()
+            entry_ids = [f"{i}" for i in range(200)]
+            for entry_id in entry_ids:
+                await a.accept(entry_id, b"r" * 10_000, "f")
+            admin = connect(server.url)
+            ((_, used),) = [
+                line.split(b":")
+                for line in (await admin.calls([("INFO", "memory")]))[0].splitlines()
+                if line.startswith(b"used_memory:")
+            ]
+            await admin.calls([("CONFIG", "SET", "maxmemory", int(used) - 1_000_000)])
+            for call in (a.accept("new", b"r", "f"), a.renew(), a.write([Write(entry_id="1", group=b"x")])):
+                with pytest.raises(JournalError):
+                    await call
+            assert await a.write([Write(entry_id=i, state="removed") for i in entry_ids]) == []
+            await a.renew()
+            assert await a.accept("new", b"r", "f") is None
+            await a.close()
+            await admin.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_memory_keeps_within_its_bytes() -> None:

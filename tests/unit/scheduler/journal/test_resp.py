@@ -124,3 +124,37 @@ def test_nobody_there_is_an_error() -> None:
             await DirectPipe(RedisAddress(host="127.0.0.1", port=port)).calls([("PING",)])
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_waits_for_the_same_connection_is_refused_with_it() -> None:
+    """Each with an attempt of its own, one after the other, the last would wait for as many time limits."""
+
+    async def scenario() -> None:
+        num_connections = 0
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            await reader.read(1)
+            writer.write(b"-WRONGPASS invalid username-password pair\r\n")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pipe = DirectPipe(RedisAddress(host="127.0.0.1", port=port, password="wrong"))
+        try:
+            failures = await asyncio.gather(
+                *(pipe.calls([("PING",)]) for _ in range(5)), return_exceptions=True
+            )
+            assert [str(failure)[:9] for failure in failures] == ["WRONGPASS"] * 5
+            assert num_connections == 1
+            with pytest.raises(JournalError, match="WRONGPASS"):
+                await pipe.calls([("PING",)])
+            assert num_connections == 2
+        finally:
+            await pipe.close()
+            server.close()
+            await server.wait_closed()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
