@@ -260,6 +260,7 @@ class DecodePools:
     def expect(self, name: str) -> None:
         """Count on it that a pool will come that is not known here yet, nor how large it is."""
         self._away[name] = _ANY_NUM_TOKENS
+        self._max_total_tokens = None
 
     def give_up(self, name: str) -> None:
         """A pool that was expected back will not come."""

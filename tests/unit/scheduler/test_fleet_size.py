@@ -38,6 +38,10 @@ def test_the_most_tokens_follow_the_pools_that_take_sequences() -> None:
     pools.expect_back("decode-0")
     pools.remove("decode-0")
     assert pools.max_total_tokens == 20
+    pools.expect("decode-2")
+    assert pools.max_total_tokens > 10**9
+    pools.give_up("decode-2")
+    assert pools.max_total_tokens == 20
     pools.give_up("decode-0")
     assert pools.max_total_tokens == 0
 
