@@ -19,6 +19,8 @@ _BLOCK_QUERIES = 64
 _STEP_LENGTH = 16
 """Lengths are padded to multiples of it. Then no sum depends on what else is in a batch: the elements of a row are
 added in the same order, whether pads follow or not. For other lengths that was not so."""
+_WIDE_ROWS = 64
+"""Of prompts, rows of up to so many scores get a float32 softmax: torch's for bfloat16 is slow where rows are short."""
 
 
 def flush_denormals() -> None:
@@ -28,10 +30,6 @@ def flush_denormals() -> None:
     softmax of SmolLM2-135M took three times as long.
     """
     torch.set_flush_denormal(True)
-
-
-_WIDE_ROWS = 64
-"""Of prompts, rows of up to so many scores get a float32 softmax: torch's for bfloat16 is slow where rows are short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,8 @@ class HostPass:
         ]
         for i, length in enumerate(lengths):
             if kv_lens[i] > length > 0:
-                positions = torch.arange(kv_lens[i])
-                pages = inputs.page_table[i].long()[positions // inputs.page_size]
-                cached = pages * inputs.page_size + positions % inputs.page_size
+                positions = torch.arange(kv_lens[i]).unsqueeze(0)
+                cached = _places(inputs.page_table[i : i + 1], positions, inputs.page_size)[0]
                 rows = slice(starts[i], starts[i] + length)
                 self._groups.append(_Prompts((1, length), rows, None, cached))
 
@@ -270,9 +267,15 @@ def _make_steps(
     ages = newest - torch.arange(_padded(int(lengths.max())))
     # What lies in a page behind its tokens must not be read: not even a mask stops a NaN.
     positions = newest - ages.clamp(min=0)
-    pages = page_table[rows].long().gather(1, positions // page_size)
     is_all = len(rows) == int(rows[-1]) + 1
-    return _Steps(slice(0, len(rows)) if is_all else rows, pages * page_size + positions % page_size, ages)
+    return _Steps(
+        slice(0, len(rows)) if is_all else rows, _places(page_table[rows], positions, page_size), ages
+    )
+
+
+def _places(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return where in the pool the KV of positions ``[G, N]`` is, by the pages ``[G, P]`` of their sequences."""
+    return page_table.long().gather(1, positions // page_size) * page_size + positions % page_size
 
 
 def _by_length(lengths: Sequence[int]) -> list[list[int]]:
