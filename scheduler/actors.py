@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 
 from scheduler.messages import RAY_NAMESPACE
 
@@ -50,6 +50,6 @@ class Actors:
             task.cancel()
 
 
-def cause(error: RayError) -> str:
+def cause(error: Exception) -> str:
     """Return the last line of an error from another process: its own message, without the traceback."""
     return str(error).strip().splitlines()[-1]

@@ -229,7 +229,7 @@ class Crew:
         try:
             await self.add(kind)
         except (RayError, ConfigError) as error:
-            _LOG.error("a %s worker cannot join: %s", kind, str(error).strip().splitlines()[-1])
+            _LOG.error("a %s worker cannot join: %s", kind, cause(error))
             await asyncio.sleep(_LONGEST_PAUSE_S)
         finally:
             self._num_joining[kind] -= 1

@@ -60,6 +60,8 @@ class Supervisor:
         import ray
         from ray.exceptions import RayError
 
+        from scheduler.actors import cause
+
         done, _ = ray.wait([part.call], timeout=0)
         if not done:
             # A start takes as long as it takes: it waits for others.
@@ -74,7 +76,7 @@ class Supervisor:
             if ray.get(call) is False:
                 problem = "its process is new"
         except RayError as error:
-            problem = str(error).strip().splitlines()[-1]
+            problem = cause(error)
         part.must_start = problem is not None and part is not self._scheduler
         if part.is_away != (problem is not None):
             part.is_away = problem is not None
