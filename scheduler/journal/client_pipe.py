@@ -55,9 +55,8 @@ class ClientPipe:
                         for command in waiter.commands:
                             pipeline.execute_command(*command)
                     answers = iter(await pipeline.execute(raise_on_error=False))
-            except (
-                Exception
-            ) as error:  # Not all that the client raises is a RedisError: not RedisClusterException.
+            except Exception as error:
+                # Not all that the client raises is a RedisError: not RedisClusterException.
                 reason = str(error) or f"no answer within {CALL_TIMEOUT_S:g} s"
                 for waiter in batch:
                     _fail(waiter, reason)
