@@ -28,7 +28,10 @@ import httpx
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from pods import Manifest, Pod, enter_network, environment_of
+
+from tests.support.random_llama import save_random_llama
 
 REPO = Path(__file__).resolve().parent.parent
 API_KEY = "a-key-for-the-trial"
@@ -203,32 +206,6 @@ class Load:
         self._stopping.set()
 
 
-def make_model(folder: Path) -> None:
-    """Write a random model that costs next to nothing."""
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = WordLevel({f"word{i} ": i for i in range(512)}, unk_token="word0 ")
-    Tokenizer(words).save(str(folder / "tokenizer.json"))
-
-
 def trial(cluster: Cluster) -> None:
     """Do all that the module's docstring says. Raises AssertionError or TimeoutError if something is wrong."""
     redis = cluster.pod("redis", 10)
@@ -326,7 +303,7 @@ def main() -> int:
         for path in made:
             path.mkdir()
             stack.callback(path.rmdir)
-        make_model(folder / "models" / "tiny")
+        save_random_llama(folder / "models" / "tiny")
         cluster = Cluster(folder)
         stack.callback(cluster.end_all)
         try:

@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from tests.integration.test_load import check_nothing_is_left
+from tests.support.random_llama import save_random_llama
 from tests.support.service import Service, serve
 
 MAX_TOKENS = 80
@@ -31,25 +30,8 @@ Prompt = tuple[int, ...]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model so small that hundreds of requests cost seconds."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        # Larger than usual, so that the best token changes with the text and does not win by a hair.
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = WordLevel({f"word{i} ": i for i in range(512)}, unk_token="word0 ")
-    Tokenizer(words).save(str(folder / "tokenizer.json"))
+    save_random_llama(folder)
     return folder
 
 
