@@ -312,15 +312,22 @@ class Simulation:
             neighbour = self._neighbour(name)
             if neighbour is not None:
                 self._slow_down(neighbour, 1.0, now)
-            join = self._join_prefill
         else:
             worker = self._decode.pop(name)
             self._changed.pop(name, None)
             self._core.step_done(worker.die(now), now)
             self._collector.decode_busy_s += worker.busy_s
-            join = self._join_decode
         self._core.worker_lost(name, now, returns=True)
-        self._at(now + self._rng.expovariate(1 / failures.repair_s), join, name)
+        self._at(now + self._rng.expovariate(1 / failures.repair_s), self._return, name)
+
+    def _return(self, name: str, now: float) -> None:
+        """Let a worker join again, as the service's crew does: no lease of its earlier life is taken for a new one."""
+        self._core.fence_epoch()
+        if name in self._prefill_runs:
+            self._join_prefill(name, now)
+        else:
+            self._join_decode(name, now)
+            self._core.fail_what_fits_nowhere(now)
 
     def _at(self, time_s: float, call: Callable[..., None], argument: object) -> None:
         heappush(self._events, (time_s, next(self._order), call, argument))

@@ -87,6 +87,15 @@ def test_workers_that_die_lose_no_request_and_no_token() -> None:
     assert sum(t.last_token_s for t in ended) > sum(t.last_token_s for t in without)
 
 
+def test_while_the_only_worker_of_a_kind_is_away_requests_wait_for_it() -> None:
+    load = SyntheticLoad(kind="poisson", rate=10, requests=200, prompt=60, output=30)
+    settings = FleetSettings(failures=Failures(mtbf_s=4.0, repair_s=1.0))
+    ended, collector = run(load.arrivals(1), settings)
+    assert collector.num_deaths > 3
+    assert "unavailable" not in collector.outcomes
+    assert max((t.first_token_s or 0) - t.arrival_s for t in ended) > 0.5
+
+
 def test_what_does_not_fit_is_turned_away_as_in_the_service() -> None:
     arrivals = [Arrival(0.0, 3000, 5), *(Arrival(0.0, 10, 5) for _ in range(5))]
     _, collector = run(arrivals, FleetSettings(max_queued_requests=3))
