@@ -105,15 +105,26 @@ class RequestBook:
             self._drain.left(0, 0, now, is_empty=True)
 
     def prefilled(
-        self, item: PrefillItem, outcome: PrefillOutcome, now: float, *, handoff_s: float = 0.0
+        self,
+        item: PrefillItem,
+        outcome: PrefillOutcome,
+        now: float,
+        *,
+        handoff_s: float = 0.0,
+        arrived: bool = True,
     ) -> None:
-        """Go on with one request whose prefill is back: decode, wait again, or end."""
+        """Go on with one request whose prefill is back: decode, wait again, or end.
+
+        `arrived`: whether its pages hold what they should, unless the outcome is an error.
+        """
         entry = self.entries[outcome.request_id]
         has_ended = outcome.finish_reason is not None and entry.resume_at is None
         if outcome.error_label is not None and not entry.cancelled and not has_ended:
             self._not_prefilled(entry, outcome.error_label, outcome.error_message or "", now)
             return
         pool = self._pools.holding(item.lease, entry.ref)
+        if pool is not None and arrived and outcome.error_label is None:
+            self._share(entry, pool)
         if entry.cancelled or has_ended:
             self.release(entry)
             self.end(entry, outcome.finish_reason or "cancelled", now)
@@ -136,6 +147,14 @@ class RequestBook:
                     handoff_s=handoff_s,
                 )
             )
+
+    @staticmethod
+    def _share(entry: LiveRequest, pool: DecodePool) -> None:
+        """Let others use the KV of a sequence's complete blocks: of all its tokens but the newest."""
+        chain, num_tokens = entry.chain, entry.num_tokens - 1
+        if chain is not None:
+            chain.follow(entry.request.prompt_token_ids, entry.output_token_ids, num_tokens)
+            pool.ledger.complete(entry.ref, chain.digests[: chain.num_blocks(num_tokens)])
 
     def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:
         """Compute a request again whose pages do not hold what they should; fail it if it cannot be computed."""
@@ -161,6 +180,8 @@ class RequestBook:
             assert event.index == len(entry.output_token_ids), (event, len(entry.output_token_ids))
             entry.output_token_ids.append(event.token_id)
             pool.advance(entry.ref, entry.num_tokens)
+            if entry.chain is not None and entry.num_tokens > entry.chain.next_end:
+                self._share(entry, pool)
             if entry.num_losses and event.index > len(entry.request.output_token_ids) + _PROVEN_TOKENS:
                 entry.num_losses, entry.is_alone = 0, False
         outcome = event.error_label or event.finish_reason
@@ -172,6 +193,8 @@ class RequestBook:
         """Take in tokens that a decode worker made before those of which it reports now."""
         entry.output_token_ids += earlier.token_ids
         pool.advance(earlier.ref, entry.num_tokens)
+        if entry.chain is not None and entry.num_tokens > entry.chain.next_end:
+            self._share(entry, pool)
 
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
         """A decode worker touches a sequence's pages no more. If it has not ended, it waits again."""

@@ -34,6 +34,7 @@ from scheduler.messages import (
 )
 from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
+from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,25 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, former: BatchFormer, limits: QueueLimits, observer: Observer, *, first_epoch: int = 1
+        self,
+        former: BatchFormer,
+        limits: QueueLimits,
+        observer: Observer,
+        *,
+        first_epoch: int = 1,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        """Leases count from `first_epoch`, which must be above those of any scheduler before this one."""
+        """Leases count from `first_epoch`, which must be above those of any scheduler before this one.
+
+        `block_tokens` are those of a block of the prefix cache, and of the digests in `Request.prefix`.
+        """
+        self._block_tokens = block_tokens
         self._former = former
         self._admission = Admission(max_requests=limits.max_requests, max_tokens=limits.max_tokens)
         self._drain = DrainRate()
         self._observer = observer
         self._prefill = PrefillWorkers()
-        self._pools = DecodePools(first_epoch)
+        self._pools = DecodePools(first_epoch, block_tokens=block_tokens)
         self._num_accepted = 0
         # No worker mistakes a batch for one of a scheduler before this one.
         self._num_batches = first_epoch - 1
@@ -228,7 +239,7 @@ class SchedulerCore:
         """A prefill worker finished its batch and is idle again."""
         self._observer.prefilled(result)
         batch = self._prefill.take_batch(result.worker, now, result.seconds)
-        self._former.observe(_num_tokens(batch), result.seconds)
+        self._former.observe(result.num_tokens, result.seconds)
         for outcome in result.outcomes:
             entry = self._book.entries[outcome.request_id]
             if outcome.token_id is not None:
@@ -366,6 +377,7 @@ class SchedulerCore:
             queued_at=now,
             age=self._num_accepted,
             output_token_ids=list(request.output_token_ids),
+            chain=BlockChain(request.prefix, self._block_tokens) if request.prefix else None,
         )
         self._book.entries[request.request_id] = entry
         return entry
@@ -380,7 +392,7 @@ class SchedulerCore:
         for computed in sending:
             for item, outcome in zip(computed.batch.items, computed.result.outcomes, strict=True):
                 if outcome.finish_reason is not None:
-                    self._book.prefilled(item, outcome, now)
+                    self._book.prefilled(item, outcome, now, arrived=False)
                 else:
                     self._book.give_up(item, now)
 
@@ -401,7 +413,13 @@ class SchedulerCore:
         for queued in formed.requests:
             entry = self._book.entries[queued.request_id]
             entry.state = RequestState.PREFILLING
-            entry.lease = pool.lease(entry.request, queued.num_pages, entry.age)
+            entry.lease = pool.lease(
+                entry.request,
+                queued.num_pages,
+                entry.age,
+                None if entry.chain is None else entry.chain.digests,
+                entry.num_usable_blocks,
+            )
             held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
             held_s = now - held_since
             waited_s = now - entry.queued_at
@@ -423,7 +441,3 @@ class SchedulerCore:
         if names:
             self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
             self._book.fail_what_fits_nowhere(now)
-
-
-def _num_tokens(batch: PrefillBatch) -> int:
-    return sum(item.request.num_prefill_tokens for item in batch.items)

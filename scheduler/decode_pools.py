@@ -8,7 +8,7 @@ unless it has outgrown its pool, so it always comes to its end, then the next ol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from scheduler.errors import ConfigError
 from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, SequenceRef, StepReport
 from scheduler.pages import PageLedger, epochs
 from scheduler.placement import DecodePlacement
+from scheduler.prefix.hashing import BLOCK_TOKENS
 
 _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
@@ -59,8 +60,11 @@ _NOTHING = Balance([], [])
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
-    def __init__(self, info: DecodeWorkerInfo, epoch_source: Iterator[int]) -> None:
-        self.ledger = PageLedger(info, epoch_source)
+    def __init__(
+        self, info: DecodeWorkerInfo, epoch_source: Iterator[int], *, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        """`block_tokens` are those of a block of the prefix cache."""
+        self.ledger = PageLedger(info, epoch_source, block_tokens=block_tokens)
         self.is_draining = False
         """Whether it takes no new sequences."""
         self._tenants: dict[int, _Tenant] = {}
@@ -112,9 +116,16 @@ class DecodePool:
             self._next_report += 1
             yield following
 
-    def lease(self, request: Request, num_pages: int, age: int) -> Lease:
-        """Lease pages to a request that is to be prefilled."""
-        lease = self.ledger.lease(num_pages)
+    def lease(
+        self,
+        request: Request,
+        num_pages: int,
+        age: int,
+        digests: Sequence[bytes] | None = None,
+        num_blocks: int = 0,
+    ) -> Lease:
+        """Lease pages to a request that is to be prefilled, and cached blocks as `PageLedger.lease` says."""
+        lease = self.ledger.lease(num_pages, digests, num_blocks)
         tenant = _Tenant(
             ref=SequenceRef(request_id=request.request_id, epoch=lease.epoch),
             age=age,
@@ -167,7 +178,9 @@ class DecodePool:
 
     def _preempt(self) -> list[SequenceRef]:
         """Return those that must leave so that each sequence at the end of its pages gets another."""
-        coming = self.ledger.free_pages + sum(t.num_pages for t in self._tenants.values() if t.leaving)
+        leaving = {epoch: t.num_pages for epoch, t in self._tenants.items() if t.leaving}
+        free = self.ledger.free_pages
+        coming = free + self.ledger.cache.num_pages_back(leaving)
         needed = {epoch: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for epoch, t in self._short.items()}
         preempted: list[SequenceRef] = []
         by_age = sorted((t for t in self._tenants.values() if not t.leaving), key=lambda tenant: tenant.age)
@@ -177,7 +190,8 @@ class DecodePool:
                 break
             youngest = by_age.pop()
             needed.pop(youngest.ref.epoch, None)
-            coming += youngest.num_pages
+            leaving[youngest.ref.epoch] = youngest.num_pages
+            coming = free + self.ledger.cache.num_pages_back(leaving)
             preempted.append(youngest.ref)
             self.leave(youngest.ref)
         return preempted
@@ -200,8 +214,10 @@ class DecodePool:
 class DecodePools:
     """Owns the pools of all decode workers, and chooses the one for the next batch."""
 
-    def __init__(self, first_epoch: int = 1) -> None:
+    def __init__(self, first_epoch: int = 1, *, block_tokens: int = BLOCK_TOKENS) -> None:
+        """`block_tokens` are those of a block of the prefix cache."""
         self._epochs = epochs(first_epoch)
+        self._block_tokens = block_tokens
         self._pools: dict[str, DecodePool] = {}
         self._away: dict[str, int] = {}
         self._page_size = 0
@@ -243,7 +259,7 @@ class DecodePools:
             )
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
-        self._pools[info.name] = DecodePool(info, self._epochs)
+        self._pools[info.name] = DecodePool(info, self._epochs, block_tokens=self._block_tokens)
         self._draining.pop(info.name, None)
         self._max_total_tokens = None
         self.changed(self._pools[info.name])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.actions import RequeueReason
 from scheduler.messages import Lease, Request, SequenceRef
+from scheduler.prefix.hashing import BlockChain
 
 
 class RequestState(enum.Enum):
@@ -45,6 +46,8 @@ class LiveRequest:
     """Times that its pages did not reach their decode worker."""
     resume_at: int | None = None
     """How many of its tokens it keeps when it waits again; None: all."""
+    chain: BlockChain | None = None
+    """The digests of its blocks of tokens; None if they are not to be cached."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,11 +64,20 @@ class LiveRequest:
         """Whether it has this very lease."""
         return self.lease is not None and self.lease.epoch == ref.epoch
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """How many of its first blocks may come from the cache: at least its last token must be computed."""
+        if self.chain is None or self.request.reports_prompt:
+            return 0
+        return self.chain.num_blocks(self.request.num_prefill_tokens - 1)
+
     def wait_again(self) -> None:
         """Go back to the start, with the tokens that it has, or with as many as it is to keep."""
         if self.resume_at is not None:
             del self.output_token_ids[self.resume_at :]
             self.resume_at = None
+            if self.chain is not None:
+                self.chain.cut(self.num_tokens)
         self.request = replace(self.request, output_token_ids=tuple(self.output_token_ids))
         self.state = RequestState.WAITING
         self.lease = None

@@ -1,0 +1,114 @@
+"""The blocks of tokens whose KV is complete in the pages of one decode worker. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Block:
+    """A block of tokens with its KV in pages, which nobody writes any more."""
+
+    __slots__ = ("digest", "epochs", "num_users", "page_ids")
+
+    def __init__(self, digest: bytes, page_ids: tuple[int, ...], epochs: tuple[int, ...]) -> None:
+        self.digest = digest
+        """Stands for its tokens and all before them; empty once the block was forgotten."""
+        self.page_ids = page_ids
+        self.epochs = epochs
+        """Under which each of the pages was written."""
+        self.num_users = 0
+        """Leases that hold it."""
+
+
+class Match(NamedTuple):
+    """How much of a sequence is in the pages."""
+
+    num_blocks: int
+    """The first blocks of it."""
+    num_used: int
+    """Those of them that a lease holds: another that holds them takes no free pages."""
+
+
+class PrefixIndex:
+    """Owns the blocks: each is held by some leases, or by none and then may be evicted, least recently used first.
+
+    All blocks have the same number of pages. Of a sequence's blocks the later ones are evicted first, as an earlier
+    one is of use without them. Every operation is O(blocks touched).
+    """
+
+    def __init__(self, pages_per_block: int) -> None:
+        self.pages_per_block = pages_per_block
+        self.num_evicted = 0
+        """Blocks that were evicted so far."""
+        self._blocks: dict[bytes, Block] = {}
+        self._unused: OrderedDict[bytes, Block] = OrderedDict()
+        """Those that no lease holds, the least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_unused_pages(self) -> int:
+        """Pages of the blocks that may be evicted."""
+        return len(self._unused) * self.pages_per_block
+
+    def match(self, digests: Sequence[bytes], most: int) -> Match:
+        """Return how many of a sequence's first blocks are here, `most` at most."""
+        num_blocks = num_used = 0
+        find = self._blocks.get
+        for digest in digests[:most]:
+            block = find(digest)
+            if block is None:
+                break
+            num_blocks += 1
+            num_used += block.num_users > 0
+        return Match(num_blocks, num_used)
+
+    def hold(self, digests: Sequence[bytes], most: int) -> list[Block]:
+        """Give those blocks to a lease, which drops them when it ends."""
+        held: list[Block] = []
+        for digest in digests[:most]:
+            block = self._blocks.get(digest)
+            if block is None:
+                break
+            if not block.num_users:
+                del self._unused[digest]
+            block.num_users += 1
+            held.append(block)
+        return held
+
+    def add(self, digest: bytes, page_ids: tuple[int, ...], epochs: tuple[int, ...]) -> Block | None:
+        """Take in a block that a lease has filled, and holds. Returns None if there is one of that digest."""
+        if digest in self._blocks:
+            return None
+        block = self._blocks[digest] = Block(digest, page_ids, epochs)
+        block.num_users = 1
+        return block
+
+    def drop(self, block: Block) -> tuple[int, ...]:
+        """A lease holds a block no more. Returns the pages that are free by that: none, unless it was forgotten."""
+        block.num_users -= 1
+        if block.num_users:
+            return ()
+        if not block.digest:
+            return block.page_ids
+        self._unused[block.digest] = block
+        return ()
+
+    def evict(self) -> tuple[int, ...]:
+        """Forget the least recently used block of those that no lease holds, and return its pages."""
+        digest, block = self._unused.popitem(last=False)
+        del self._blocks[digest]
+        self.num_evicted += 1
+        return block.page_ids
+
+    def clear(self) -> list[int]:
+        """Forget all blocks, and return the pages that are free by that: those that no lease holds."""
+        freed = [page for block in self._unused.values() for page in block.page_ids]
+        for block in self._blocks.values():
+            block.digest = b""
+        self._blocks.clear()
+        self._unused.clear()
+        return freed
