@@ -39,6 +39,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "dtype": ("float32", "float32"),
     "load_format": ("dummy", "dummy"),
     "kv_memory": ("1.5GiB", 3 * 2**29),
+    "prefix_cache": ("false", False),
     "handoff_transport": ("gloo", "gloo"),
     "decode_share": ("0.5", 0.5),
     "journal": ("rediss://user:secret@example:6380/1", "rediss://user:secret@example:6380/1"),
