@@ -19,6 +19,7 @@ from scheduler.messages import (
     TokenEvent,
 )
 from scheduler.prefill_workers import PrefillWorkers
+from scheduler.prefix.waiting import ComputedBlocks
 
 _MAX_LOSSES = 2
 """So many deaths of workers in a row make a request that was computed each time the suspect."""
@@ -44,6 +45,10 @@ class RequestBook:
     ) -> None:
         self.entries: dict[str, LiveRequest] = {}
         """By request id."""
+        self.computed = ComputedBlocks()
+        """What prefills under way compute."""
+        self.computes_from_cache = True
+        """Whether prefill workers reach cached KV; else they compute all tokens."""
         self._former = former
         self._drain = drain
         self._prefill = prefill
@@ -59,14 +64,18 @@ class RequestBook:
     def enqueue(self, entry: LiveRequest, now: float, *, front: bool = False) -> None:
         """Put a request into the queue, before or behind those that have not begun yet."""
         request, entry.queued_at = entry.request, now
+        num_cached = 0
+        if entry.chain is not None and self.computes_from_cache:
+            num_cached = self._pools.num_cached_tokens(entry.chain.digests, entry.num_usable_blocks)
         queued = QueuedRequest(
             request_id=request.request_id,
-            num_tokens=request.num_prefill_tokens,
+            num_tokens=request.num_prefill_tokens - num_cached,
             num_pages=num_start_pages(request, self._pools.page_size),
             arrival_time=entry.arrival_time,
             priority=request.priority,
             deadline=None if request.ttft_slo_s is None else entry.arrival_time + request.ttft_slo_s,
             tenant=request.tenant,
+            may_be_cached=entry.chain is not None,
         )
         if entry.is_alone:
             self._alone[request.request_id] = queued
@@ -118,6 +127,7 @@ class RequestBook:
         `arrived`: whether its pages hold what they should, unless the outcome is an error.
         """
         entry = self.entries[outcome.request_id]
+        self.computed.end(outcome.request_id)
         has_ended = outcome.finish_reason is not None and entry.resume_at is None
         if outcome.error_label is not None and not entry.cancelled and not has_ended:
             self._not_prefilled(entry, outcome.error_label, outcome.error_message or "", now)
@@ -250,6 +260,7 @@ class RequestBook:
         """
         suspects = [entry for entry in entries if entry.num_losses]
         for entry in entries:
+            self.computed.end(entry.request.request_id)
             entry.num_losses += 1
             if entry.cancelled:
                 self.end(entry, "cancelled", now)
@@ -265,6 +276,7 @@ class RequestBook:
     def give_up(self, item: PrefillItem, now: float) -> None:
         """Go on with a request whose pages a prefill worker was sending when it died."""
         entry = self.entries[item.request.request_id]
+        self.computed.end(item.request.request_id)
         self.release(entry)
         if entry.cancelled:
             self.end(entry, "cancelled", now)

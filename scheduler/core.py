@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from scheduler.actions import Action, Observer, Outbox, ReleaseWorker, SendPrefill
 from scheduler.admission import Admission, DrainRate
 from scheduler.batching.cost_model import seconds_by_tokens
-from scheduler.batching.former import BatchFormer, FormedBatch
+from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.book import RequestBook
 from scheduler.decode_pools import DecodePool, DecodePools
 from scheduler.errors import RequestCancelledError
@@ -35,6 +35,10 @@ from scheduler.messages import (
 from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
 from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
+from scheduler.prefix.waiting import PoolView
+
+_DIRECT = frozenset({"shm", "cuda_ipc"})
+"""Transports by which a prefill worker reads the pages that it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,8 @@ class SchedulerCore:
     def add_prefill_worker(self, info: PrefillWorkerInfo) -> None:
         """A prefill worker is ready."""
         self._prefill.add(info.name)
+        if not _DIRECT.issuperset(info.transports.values()):
+            self._book.computes_from_cache = False
         self._observer.joined(info)
         if info.bucket_seconds:
             self._former.measured(seconds_by_tokens(info.bucket_seconds))
@@ -327,7 +333,7 @@ class SchedulerCore:
         # While such a request waits for pages nobody else gets any, or it would wait for ever.
         if not self._dispatch_alone(now):
             return self._outbox.take()
-        while self._prefill.num_idle and (pool := self._pools.choose()) is not None:
+        while self._prefill.num_idle and (pool := self._choose_pool()) is not None:
             if self._room_since is None:
                 self._room_since = now
             formed = self._former.form(
@@ -335,6 +341,7 @@ class SchedulerCore:
                 free_pages=pool.free_pages,
                 free_sequences=pool.free_sequences,
                 workers=self._prefill.view(now),
+                cache=self._view_of(pool) if self._book.computes_from_cache else None,
             )
             if formed is None:
                 if self._former.wake_at() is None:
@@ -346,6 +353,17 @@ class SchedulerCore:
         return self._outbox.take()
 
     # How it is done.
+
+    def _choose_pool(self) -> DecodePool | None:
+        """Return the pool for the next batch, which begins with the first of the waiting requests."""
+        first = self._former.first()
+        entry = None if first is None else self._book.entries[first.request_id]
+        if entry is None or entry.chain is None or not self._book.computes_from_cache:
+            return self._pools.choose()
+        return self._pools.choose_for(entry.chain.digests, entry.num_usable_blocks, entry.request)
+
+    def _view_of(self, pool: DecodePool) -> PoolView:
+        return PoolView(pool, self._pools, self._book.entries, self._book.computed, self._block_tokens)
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""
@@ -412,32 +430,37 @@ class SchedulerCore:
         return True
 
     def _dispatch(self, pool: DecodePool, formed: FormedBatch, now: float) -> None:
-        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)
-        items: list[PrefillItem] = []
-        for queued in formed.requests:
-            entry = self._book.entries[queued.request_id]
-            entry.state = RequestState.PREFILLING
-            entry.lease = pool.lease(
-                entry.request,
-                queued.num_pages,
-                entry.age,
-                None if entry.chain is None else entry.chain.digests,
-                entry.num_usable_blocks,
-            )
-            held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
-            held_s = now - held_since
-            waited_s = now - entry.queued_at
-            items.append(
-                PrefillItem(
-                    request=entry.request, lease=entry.lease, queued_s=waited_s - held_s, held_s=held_s
-                )
-            )
+        items = [self._lease(pool, queued, now) for queued in formed.requests]
         self._pools.changed(pool)
+        if self._book.computes_from_cache:
+            # What was cached when the batch was formed may have been evicted for its own pages.
+            formed = formed.computing([self._num_computed(item) for item in items])
+        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=pool.name, items=tuple(items))
         worker = self._prefill.dispatch(batch, self._former.expected_seconds(formed.num_tokens), now)
         self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
         self._observer.batch_formed(batch, worker, formed)
+
+    def _lease(self, pool: DecodePool, queued: QueuedRequest, now: float) -> PrefillItem:
+        """Give a request that leaves the queue its pages."""
+        entry = self._book.entries[queued.request_id]
+        entry.state = RequestState.PREFILLING
+        digests = None if entry.chain is None else entry.chain.digests
+        entry.lease = pool.lease(entry.request, queued.num_pages, entry.age, digests, entry.num_usable_blocks)
+        if digests is not None:
+            num_cached = len(entry.lease.shared_epochs) * self._pools.page_size // self._block_tokens
+            self._book.computed.begin(queued.request_id, digests[num_cached:])
+        held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
+        held_s = now - held_since
+        waited_s = now - entry.queued_at
+        return PrefillItem(
+            request=entry.request, lease=entry.lease, queued_s=waited_s - held_s, held_s=held_s
+        )
+
+    def _num_computed(self, item: PrefillItem) -> int:
+        num_cached = len(item.lease.shared_epochs) * self._pools.page_size
+        return item.request.num_prefill_tokens - num_cached
 
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""

@@ -18,6 +18,7 @@ from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, Sequ
 from scheduler.pages import PageLedger, epochs
 from scheduler.placement import DecodePlacement
 from scheduler.prefix.hashing import BLOCK_TOKENS
+from scheduler.prefix.index import Holders
 
 _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
@@ -61,10 +62,15 @@ class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
     def __init__(
-        self, info: DecodeWorkerInfo, epoch_source: Iterator[int], *, block_tokens: int = BLOCK_TOKENS
+        self,
+        info: DecodeWorkerInfo,
+        epoch_source: Iterator[int],
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        holders: Holders | None = None,
     ) -> None:
-        """`block_tokens` are those of a block of the prefix cache."""
-        self.ledger = PageLedger(info, epoch_source, block_tokens=block_tokens)
+        """`block_tokens` are those of a block of the prefix cache; `holders` knows those of all pools."""
+        self.ledger = PageLedger(info, epoch_source, block_tokens=block_tokens, holders=holders)
         self.is_draining = False
         """Whether it takes no new sequences."""
         self._tenants: dict[int, _Tenant] = {}
@@ -218,6 +224,7 @@ class DecodePools:
         """`block_tokens` are those of a block of the prefix cache."""
         self._epochs = epochs(first_epoch)
         self._block_tokens = block_tokens
+        self._holders = Holders()
         self._pools: dict[str, DecodePool] = {}
         self._away: dict[str, int] = {}
         self._page_size = 0
@@ -259,7 +266,9 @@ class DecodePools:
             )
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
-        self._pools[info.name] = DecodePool(info, self._epochs, block_tokens=self._block_tokens)
+        self._pools[info.name] = DecodePool(
+            info, self._epochs, block_tokens=self._block_tokens, holders=self._holders
+        )
         self._draining.pop(info.name, None)
         self._max_total_tokens = None
         self.changed(self._pools[info.name])
@@ -291,8 +300,8 @@ class DecodePools:
         self.changed(pool)
 
     def remove(self, name: str) -> None:
-        """Forget a pool and all leases on it."""
-        del self._pools[name]
+        """Forget a pool, all leases on it, and all that is cached there."""
+        self._pools.pop(name).ledger.reset_cache()
         self._changed.pop(name, None)
         self._misplaced.pop(name, None)
         self._draining.pop(name, None)
@@ -328,6 +337,57 @@ class DecodePools:
             balance = pool.balance()
             self._misplaced[name] = pool
             yield name, balance
+
+    def num_cached_tokens(self, digests: Sequence[bytes], num_blocks: int) -> int:
+        """Return how many tokens of a sequence's first blocks are cached in the pool that has most of them."""
+        if not num_blocks:
+            return 0
+        caches = (self._pools[name].ledger.cache for name in self._holders.of(digests[0]))
+        return self._block_tokens * max((c.match(digests, num_blocks).num_blocks for c in caches), default=0)
+
+    def choose_for(self, digests: Sequence[bytes], num_blocks: int, request: Request) -> DecodePool | None:
+        """Return the pool for a batch that begins with a request, whose first blocks have these digests.
+
+        What is cached weighs against load: a pool in which a share x of the request's tokens is cached may have fewer
+        pages free than the emptiest, by a share of its pages less than x. The request fits there, if it fits anywhere.
+        """
+        emptiest = self.choose()
+        if emptiest is None or not num_blocks or len(self._pools) == 1:
+            return emptiest
+        num_pages = num_start_pages(request, self.page_size)
+        best, best_score = emptiest, self._score(emptiest, emptiest, digests, num_blocks, request)
+        for name in self._holders.of(digests[0]):
+            pool = self._pools[name]
+            if pool.free_sequences > 0 and pool.free_pages >= num_pages:
+                score = self._score(pool, emptiest, digests, num_blocks, request)
+                if score > best_score:
+                    best, best_score = pool, score
+        return best
+
+    def belongs_elsewhere(
+        self, pool: DecodePool, digests: Sequence[bytes], num_blocks: int, request: Request
+    ) -> bool:
+        """Return whether a request has so much cached in another pool that it should wait for a batch for that one."""
+        if not num_blocks or len(self._pools) == 1 or self._holders.of(digests[0]) in ((), (pool.name,)):
+            return False
+        chosen = self.choose_for(digests, num_blocks, request)
+        if chosen is None or chosen is pool:
+            return False
+        here, there = (p.ledger.cache.match(digests, num_blocks).num_blocks for p in (pool, chosen))
+        return there > here
+
+    def _score(
+        self,
+        pool: DecodePool,
+        emptiest: DecodePool,
+        digests: Sequence[bytes],
+        num_blocks: int,
+        request: Request,
+    ) -> float:
+        """Return the share of a request's tokens that is cached in a pool, less the share of its pages it lacks."""
+        num_cached = pool.ledger.cache.match(digests, num_blocks).num_blocks * self._block_tokens
+        lacking = max(0, emptiest.free_pages - pool.free_pages)
+        return num_cached / request.num_prefill_tokens - lacking / pool.ledger.num_pages
 
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""

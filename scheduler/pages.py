@@ -8,6 +8,7 @@ from scheduler.errors import ConfigError
 from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, SequenceRef
 from scheduler.prefix.cache import PrefixCache
 from scheduler.prefix.hashing import BLOCK_TOKENS
+from scheduler.prefix.index import Holders
 
 
 def epochs(first: int = 1) -> Iterator[int]:
@@ -26,9 +27,17 @@ class PageLedger:
     """
 
     def __init__(
-        self, info: DecodeWorkerInfo, epoch_source: Iterator[int], *, block_tokens: int = BLOCK_TOKENS
+        self,
+        info: DecodeWorkerInfo,
+        epoch_source: Iterator[int],
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        holders: Holders | None = None,
     ) -> None:
-        """`block_tokens` are those of a block of the prefix cache. Raises `ConfigError` if that is not whole pages."""
+        """`block_tokens` are those of a block of the prefix cache; `holders` knows those of all pools.
+
+        Raises `ConfigError` if a block is not whole pages.
+        """
         self.worker = info.name
         self.page_size = info.pool.page_size
         if block_tokens % self.page_size:
@@ -38,7 +47,7 @@ class PageLedger:
             )
         self.num_pages = info.pool.num_pages - 1
         """Pages that can be leased: all but the scratch page 0."""
-        self.cache = PrefixCache(block_tokens // self.page_size)
+        self.cache = PrefixCache(block_tokens // self.page_size, holders or Holders(), self.worker)
         """The blocks of tokens in the pages. Those that no lease holds are free pages too."""
         self._max_sequences = info.max_num_seqs
         self._epochs = epoch_source

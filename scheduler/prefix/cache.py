@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.prefix.index import Block, Match, PrefixIndex
+from scheduler.prefix.index import Block, Holders, Match, PrefixIndex
 
 
 @dataclass(slots=True)
@@ -26,9 +26,10 @@ class PrefixCache:
     that `end` returns, and takes those of `evict` when there are too few.
     """
 
-    def __init__(self, pages_per_block: int) -> None:
-        self._index = PrefixIndex(pages_per_block)
-        self._pages_per_block = pages_per_block
+    def __init__(self, pages_per_block: int, holders: Holders, owner: str) -> None:
+        """`holders` is told which blocks `owner`, whose pages these are, has."""
+        self._index = PrefixIndex(pages_per_block, holders, owner)
+        self.pages_per_block = pages_per_block
         self._contents: dict[int, _Content] = {}
         """By the epoch of the lease."""
 
@@ -43,12 +44,12 @@ class PrefixCache:
     @property
     def num_pages(self) -> int:
         """Pages of all blocks."""
-        return len(self._index) * self._pages_per_block
+        return len(self._index) * self.pages_per_block
 
     @property
     def num_evicted_pages(self) -> int:
         """Pages that were taken from blocks so far."""
-        return self._index.num_evicted * self._pages_per_block
+        return self._index.num_evicted * self.pages_per_block
 
     def match(self, digests: Sequence[bytes], most: int) -> Match:
         """Return how many of a sequence's first blocks are here, `most` at most."""
@@ -75,7 +76,7 @@ class PrefixCache:
 
     def complete(self, epoch: int, page_ids: Sequence[int], digests: Sequence[bytes]) -> None:
         """The first pages of a lease, `page_ids` in all, hold the KV of the blocks of these digests completely."""
-        content, size = self._contents[epoch], self._pages_per_block
+        content, size = self._contents[epoch], self.pages_per_block
         for i in range(len(content.blocks), len(digests)):
             pages = slice(size * i, size * (i + 1))
             added = self._index.add(digests[i], tuple(page_ids[pages]), tuple(content.epochs[pages]))
@@ -86,7 +87,7 @@ class PrefixCache:
         content = self._contents.pop(epoch, None)
         if content is None or not content.blocks:
             return page_ids
-        size, blocks = self._pages_per_block, content.blocks
+        size, blocks = self.pages_per_block, content.blocks
         freed = page_ids[size * len(blocks) :]
         # The last block first, so that it is evicted before those without which it is of no use.
         for i in range(len(blocks) - 1, -1, -1):
@@ -102,7 +103,7 @@ class PrefixCache:
             users.update(block for block in content.blocks if block is not None)
         # A block counts once, and only if nobody else holds it.
         kept = sum(count - (count == block.num_users) for block, count in users.items())
-        return num_back - kept * self._pages_per_block
+        return num_back - kept * self.pages_per_block
 
     def clear(self) -> list[int]:
         """Forget all blocks, and return the pages that are free by that. Leases keep what they hold."""

@@ -31,6 +31,29 @@ class Match(NamedTuple):
     """Those of them that a lease holds: another that holds them takes no free pages."""
 
 
+class Holders:
+    """Owns which pools have a block, by its digest, so that none needs to be asked that has it not."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, tuple[str, ...]] = {}
+
+    def of(self, digest: bytes) -> tuple[str, ...]:
+        """Return the names of the pools that have a block."""
+        return self._by_digest.get(digest, ())
+
+    def add(self, digest: bytes, name: str) -> None:
+        """A pool has a block from now on."""
+        self._by_digest[digest] = (*self.of(digest), name)
+
+    def remove(self, digest: bytes, name: str) -> None:
+        """A pool has a block no more."""
+        left = tuple(other for other in self._by_digest[digest] if other != name)
+        if left:
+            self._by_digest[digest] = left
+        else:
+            del self._by_digest[digest]
+
+
 class PrefixIndex:
     """Owns the blocks: each is held by some leases, or by none and then may be evicted, least recently used first.
 
@@ -38,8 +61,11 @@ class PrefixIndex:
     one is of use without them. Every operation is O(blocks touched).
     """
 
-    def __init__(self, pages_per_block: int) -> None:
+    def __init__(self, pages_per_block: int, holders: Holders, owner: str) -> None:
+        """`holders` is told which blocks `owner` has here."""
         self.pages_per_block = pages_per_block
+        self._holders = holders
+        self._owner = owner
         self.num_evicted = 0
         """Blocks that were evicted so far."""
         self._blocks: dict[bytes, Block] = {}
@@ -85,6 +111,7 @@ class PrefixIndex:
             return None
         block = self._blocks[digest] = Block(digest, page_ids, epochs)
         block.num_users = 1
+        self._holders.add(digest, self._owner)
         return block
 
     def drop(self, block: Block) -> tuple[int, ...]:
@@ -101,6 +128,7 @@ class PrefixIndex:
         """Forget the least recently used block of those that no lease holds, and return its pages."""
         digest, block = self._unused.popitem(last=False)
         del self._blocks[digest]
+        self._holders.remove(digest, self._owner)
         self.num_evicted += 1
         return block.page_ids
 
@@ -108,6 +136,7 @@ class PrefixIndex:
         """Forget all blocks, and return the pages that are free by that: those that no lease holds."""
         freed = [page for block in self._unused.values() for page in block.page_ids]
         for block in self._blocks.values():
+            self._holders.remove(block.digest, self._owner)
             block.digest = b""
         self._blocks.clear()
         self._unused.clear()

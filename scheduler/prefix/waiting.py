@@ -9,8 +9,8 @@ from scheduler.batching.requests import Work
 from scheduler.decode_pools import DecodePool, DecodePools
 from scheduler.live import LiveRequest
 
-_MIN_SHARED_TOKENS = 256
-"""A request waits for another that computes as many tokens of its own, or more. Fewer are computed twice."""
+_MIN_SHARED_BLOCKS = 4
+"""A request waits for another that computes so many of its own blocks, or more. Fewer are computed twice."""
 
 
 class ComputedBlocks:
@@ -41,7 +41,7 @@ class PoolView:
     """The waiting requests as one batch may have them, whose pages are to be in one pool.
 
     A request that has more cached in another pool, with room for it, is left to a batch for that one. One that shares
-    `_MIN_SHARED_TOKENS` or more, which are not cached yet, with one under way or one before it in this batch waits
+    `_MIN_SHARED_BLOCKS` or more, which are not cached yet, with one under way or one before it in this batch waits
     until those are: for one prefill.
     """
 
@@ -59,7 +59,6 @@ class PoolView:
         self._entries = entries
         self._computed = computed
         self._block_tokens = block_tokens
-        self._min_blocks = -(-_MIN_SHARED_TOKENS // block_tokens)
         self._in_batch: set[bytes] = set()
         self.num_followers = 0
         """Requests that wait for others of this batch."""
@@ -73,11 +72,11 @@ class PoolView:
             return None
         cache = self._pool.ledger.cache
         num_cached, num_used = cache.match(digests, most)
-        following = num_cached + self._min_blocks - 1
-        if following < most:
-            if digests[following] in self._computed:
+        shared = num_cached + _MIN_SHARED_BLOCKS - 1  # a digest stands for all before it too
+        if shared < most:
+            if digests[shared] in self._computed:
                 return None
-            if digests[following] in self._in_batch:
+            if digests[shared] in self._in_batch:
                 self.num_followers += 1
                 return None
         self._in_batch.update(digests[num_cached:])

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 
 from scheduler.messages import SamplingParams
 from tests.unit.worker.tiny_models import SHAPE, WINDOW, LoadTiny, prompts_of
-from tests.unit.worker.tiny_service import BLOCK_TOKENS, TinyService
+from tests.unit.worker.tiny_service import BLOCK_TOKENS, MAX_NUM_SEQS, TinyService
 from worker.model import Model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -142,6 +142,74 @@ def test_the_blocks_of_a_dead_worker_are_gone(model: Model) -> None:
     service.run()
     assert service.answer("c", prompt, GREEDY) == service.tokens["b"] == expected(model, prompt)
     assert service.num_cached["c"] == 2 * BLOCK_TOKENS
+
+
+def test_prompts_that_share_what_is_not_cached_yet_compute_it_once(model: Model) -> None:
+    """The first of them leaves at once, the others after it: with what is their own."""
+    (shared, *ends) = prompts_of(4 * BLOCK_TOKENS, 3, 5, 7)
+    prompts = {name: [*shared, *end] for name, end in zip("abc", ends, strict=True)}
+    prompts["d"] = prompts_of(30)[0]
+    service = TinyService(model)
+    for name, prompt in prompts.items():
+        service.submit(name, prompt, GREEDY)
+    service.run()
+    assert [sorted(batch) for batch in service.batches] == [["a", "d"], ["b", "c"]]
+    assert service.num_computed == 4 * BLOCK_TOKENS + 3 + 30 + 5 + 7
+    assert service.tokens == {name: expected(model, prompt) for name, prompt in prompts.items()}
+
+
+def test_prompts_that_share_little_leave_together(model: Model) -> None:
+    (shared, *ends) = prompts_of(3 * BLOCK_TOKENS, 20, 22)
+    service = TinyService(model)
+    for name, end in zip("ab", ends, strict=True):
+        service.submit(name, [*shared, *end], GREEDY)
+    service.run()
+    assert service.batches == [["a", "b"]]
+
+
+def test_who_waits_for_a_prompt_that_is_cancelled_goes_on_without_it(model: Model) -> None:
+    (prompt,) = prompts_of(5 * BLOCK_TOKENS)
+    service = TinyService(model)
+    service.submit("a", prompt, GREEDY)
+    service.submit("b", prompt, GREEDY)
+    service.core.cancel("a", 0.0)
+    assert service.num_cached == {}
+    service.run()
+    assert service.batches == [["b"]]
+    assert service.tokens["b"] == expected(model, prompt)
+
+
+def test_a_request_goes_to_the_worker_that_has_its_prompt_unless_that_is_full(model: Model) -> None:
+    first, second = prompts_of(50, 50)
+    service = TinyService(model, num_pools=2)
+    service.submit("other", second, SamplingParams(max_tokens=40, temperature=0.0))
+    service.turn()
+    service.submit("first-0", first, GREEDY)
+    service.turn()
+    assert service.pool_of == {"other": "decode-0", "first-0": "decode-1"}, "the emptier one"
+    for i in range(1, 6):
+        service.submit(f"first-{i}", first, GREEDY)
+        service.turn()
+    pools = [service.pool_of[f"first-{i}"] for i in range(6)]
+    assert pools == ["decode-1"] * MAX_NUM_SEQS + ["decode-0"] * 2
+    service.run()
+    cached = [service.num_cached[f"first-{i}"] for i in range(6)]
+    assert cached == [0, *(3 * BLOCK_TOKENS,) * 3, 0, 3 * BLOCK_TOKENS]
+    assert service.tokens["first-5"] == expected(model, first)
+
+
+def test_requests_of_one_batch_are_left_to_the_workers_that_have_their_prompts(model: Model) -> None:
+    first, second = prompts_of(50, 50)
+    service = TinyService(model, num_pools=2)
+    service.submit("other", second, SamplingParams(max_tokens=30, temperature=0.0))
+    service.turn()
+    service.submit("one", first, GREEDY)
+    service.run()
+    for name, prompt in (("a", first), ("b", second), ("c", first), ("d", second)):
+        service.submit(name, prompt, GREEDY)
+    service.run()
+    assert service.batches[2:] == [["a", "c"], ["b", "d"]]
+    assert [service.num_cached[name] for name in "abcd"] == [3 * BLOCK_TOKENS] * 4
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -50,6 +50,8 @@ class TinyService:
         """Tokens that were prefilled."""
         self.batches: list[list[str]] = []
         """The requests of each prefill batch."""
+        self.pool_of: dict[str, str] = {}
+        """Where each request was prefilled last."""
         self.ends = Ends()
         self._model = model
         self._cached = cached
@@ -166,6 +168,7 @@ class TinyService:
         match action:
             case SendPrefill(batch=batch):
                 self.batches.append([item.request.request_id for item in batch.items])
+                self.pool_of |= {item.request.request_id: batch.decode_worker for item in batch.items}
                 result = self._prefill.run(batch)
                 self.num_computed += result.num_tokens
                 for item, outcome in zip(batch.items, result.outcomes, strict=True):
