@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -270,7 +271,9 @@ class Scheduler:
     def _perform(self, action: Action) -> None:
         match action:
             case SendPrefill():
-                self._actors.spawn(self._prefill(action, self._crew.run_of(action.worker)))
+                # The batch leaves here and now: whoever else is to be told something comes after it.
+                answer = self._actors.call(action.worker, "prefill", action.batch)
+                self._actors.spawn(self._prefill(action, answer, self._crew.run_of(action.worker)))
             case SendDecodeStarts(worker=worker, starts=starts):
                 self._actors.post(worker, "add", starts)
             case SendDecodeGrow(worker=worker, grants=grants):
@@ -283,11 +286,13 @@ class Scheduler:
             case ReleaseWorker(worker=worker):
                 self._actors.spawn(self._crew.end(worker))
 
-    async def _prefill(self, action: SendPrefill, run_id: int | None) -> None:
-        """Have a batch computed, and tell the core what became of it."""
+    async def _prefill(
+        self, action: SendPrefill, answer: Awaitable[PrefillResult], run_id: int | None
+    ) -> None:
+        """Wait for a batch that is computed, and tell the core what became of it."""
         worker = action.worker
         try:
-            result = await self._actors.call(worker, "prefill", action.batch)
+            result = await answer
         except RayActorError:
             _LOG.error("%s died with batch %d", worker, action.batch.batch_id)
             self._crew.lost(worker, run_id)

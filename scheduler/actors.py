@@ -30,8 +30,14 @@ class Actors:
         return self._wire.handle(name)
 
     def call(self, name: str, method: str, *args: Any) -> Awaitable[Any]:
-        """Call a method by the shortest way, and return what it returns. Raises as `Wire.call`."""
-        return self._wire.call(name, method, *args)
+        """Call a method by the shortest way, at once, and return what it returns.
+
+        When awaited it raises as `Wire.call`; also `RayActorError` if Ray knows no actor of that name (any more).
+        """
+        try:
+            return self._wire.call(name, method, *args)
+        except ValueError as error:
+            return _raise(RayActorError(error_msg=str(error)))
 
     def post(self, name: str, method: str, *args: Any) -> None:
         """Call a method by the shortest way, and forget it. Raises as `handle`."""
@@ -68,6 +74,10 @@ class Actors:
         """End all that was spawned."""
         for task in self._tasks:
             task.cancel()
+
+
+async def _raise(error: Exception) -> None:
+    raise error
 
 
 def cause(error: Exception) -> str:

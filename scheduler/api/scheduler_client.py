@@ -1,4 +1,4 @@
-"""The engine behind the HTTP API: the Scheduler actor, which answers over Ray."""
+"""The engine behind the HTTP API: the Scheduler actor, which answers over Ray or a shorter way."""
 
 from __future__ import annotations
 
@@ -321,17 +321,16 @@ class SchedulerClient:
         submissions = [submission for submission in self._submissions if not submission.answer.done()]
         self._submissions = []
         if submissions:
-            task = asyncio.ensure_future(self._exchange(submissions))
+            answer = self._hot.call("submit", tuple(submission.requests for submission in submissions))
+            task = asyncio.ensure_future(self._exchange(submissions, answer))
             # asyncio itself keeps no reference to a running task.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _exchange(self, submissions: Sequence[_Submission]) -> None:
-        """Send submissions in one message and hand out the scheduler's answers."""
+    async def _exchange(self, submissions: Sequence[_Submission], answer: Awaitable[SubmitReply]) -> None:
+        """Wait for the scheduler's answers to submissions that went in one message, and hand them out."""
         try:
-            reply: SubmitReply = await self._hot.call(
-                "submit", tuple(submission.requests for submission in submissions)
-            )
+            reply = await answer
         except ActorUnavailableError:
             # It starts again, and is told of them as of what it had accepted.
             self._seen = None
