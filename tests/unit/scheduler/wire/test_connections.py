@@ -105,21 +105,18 @@ def test_without_a_connection_messages_go_by_ray(cluster: str) -> None:
 
 def test_a_server_takes_up_a_name_once_its_former_owner_is_gone(reactor: ThreadReactor, cluster: str) -> None:
     taken: queue.SimpleQueue[str] = queue.SimpleQueue()
-    former = WireServer(address(cluster), reactor, {"put": lambda: taken.put("former")})
-    latter = WireServer(address(cluster), reactor, {"put": lambda: taken.put("latter")})
-    assert (former.is_listening, latter.is_listening) == (True, False)
-    wire = wire_to(ByRay(), reactor, cluster)
-    wire.post("actor", "put")
-    assert taken.get(timeout=30) == "former"
+    former = listen(address(cluster))
+    server = WireServer(address(cluster), reactor, {"put": taken.put})
+    assert not server.is_listening
     former.close()
     while (connection := connect(address(cluster))) is None:
         pass  # It tries again by itself.
     connection.close()
-    other = wire_to(ByRay(), reactor, cluster)
-    other.post("actor", "put")
-    assert taken.get(timeout=30) == "latter"
-    for end in (wire, other, latter):
-        end.close()
+    wire = wire_to(ByRay(), reactor, cluster)
+    wire.post("actor", "put", "said")
+    assert taken.get(timeout=30) == "said"
+    wire.close()
+    server.close()
 
 
 def test_a_peer_that_does_not_read_is_given_no_more_than_the_bound(
