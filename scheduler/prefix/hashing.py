@@ -25,12 +25,11 @@ def prefix_of(token_ids: Sequence[int], *, model: str, cache_salt: str) -> bytes
 
 def chain_digests(before: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return the digest of each complete block of the tokens that follow the block, or the root, of digest `before`."""
-    end = len(token_ids) // block_tokens * block_tokens
-    data = _packer(end).pack(*token_ids[:end])
+    data = _packer(len(token_ids)).pack(*token_ids)
     size, sha256, digest = 4 * block_tokens, hashlib.sha256, before
     return [
-        digest := sha256(digest + data[start : start + size]).digest()[:DIGEST_BYTES]
-        for start in range(0, 4 * end, size)
+        digest := sha256(digest + data[end - size : end]).digest()[:DIGEST_BYTES]
+        for end in range(size, len(data) + 1, size)
     ]
 
 
