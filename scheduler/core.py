@@ -35,7 +35,7 @@ from scheduler.messages import (
 from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
 from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
-from scheduler.prefix.waiting import PoolView
+from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView
 
 _DIRECT = frozenset({"shm", "cuda_ipc"})
 """Transports by which a prefill worker reads the pages that it writes."""
@@ -63,12 +63,15 @@ class SchedulerCore:
         *,
         first_epoch: int = 1,
         block_tokens: int = BLOCK_TOKENS,
+        min_shared_tokens: int = MIN_SHARED_TOKENS,
     ) -> None:
         """Leases count from `first_epoch`, which must be above those of any scheduler before this one.
 
-        `block_tokens` are those of a block of the prefix cache, and of the digests in `Request.prefix`.
+        `block_tokens` are those of a block of the prefix cache, and of the digests in `Request.prefix`. A request waits
+        for one under way with which it shares `min_shared_tokens` or more that are not cached yet.
         """
         self._block_tokens = block_tokens
+        self._min_shared_blocks = -(-min_shared_tokens // block_tokens)
         self._former = former
         self._admission = Admission(max_requests=limits.max_requests, max_tokens=limits.max_tokens)
         self._drain = DrainRate()
@@ -363,7 +366,14 @@ class SchedulerCore:
         return self._pools.choose_for(entry.chain.digests, entry.num_usable_blocks, entry.request)
 
     def _view_of(self, pool: DecodePool) -> PoolView:
-        return PoolView(pool, self._pools, self._book.entries, self._book.computed, self._block_tokens)
+        return PoolView(
+            pool,
+            self._pools,
+            self._book.entries,
+            self._book.computed,
+            block_tokens=self._block_tokens,
+            min_shared_blocks=self._min_shared_blocks,
+        )
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""

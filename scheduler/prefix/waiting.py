@@ -9,8 +9,8 @@ from scheduler.batching.requests import Work
 from scheduler.decode_pools import DecodePool, DecodePools
 from scheduler.live import LiveRequest
 
-_MIN_SHARED_BLOCKS = 4
-"""A request waits for another that computes so many of its own blocks, or more. Fewer are computed twice."""
+MIN_SHARED_TOKENS = 256
+"""A request waits for another that computes so many of its own tokens, or more. Fewer are computed twice."""
 
 
 class ComputedBlocks:
@@ -41,7 +41,7 @@ class PoolView:
     """The waiting requests as one batch may have them, whose pages are to be in one pool.
 
     A request that has more cached in another pool, with room for it, is left to a batch for that one. One that shares
-    `_MIN_SHARED_BLOCKS` or more, which are not cached yet, with one under way or one before it in this batch waits
+    `min_shared_blocks` or more, which are not cached yet, with one under way or one before it in this batch waits
     until those are: for one prefill.
     """
 
@@ -51,9 +51,12 @@ class PoolView:
         pools: DecodePools,
         entries: Mapping[str, LiveRequest],
         computed: ComputedBlocks,
+        *,
         block_tokens: int,
+        min_shared_blocks: int,
     ) -> None:
         """`computed` are the blocks of requests under way."""
+        self._min_shared_blocks = min_shared_blocks
         self._pool = pool
         self._pools = pools
         self._entries = entries
@@ -72,7 +75,7 @@ class PoolView:
             return None
         cache = self._pool.ledger.cache
         num_cached, num_used = cache.match(digests, most)
-        shared = num_cached + _MIN_SHARED_BLOCKS - 1  # a digest stands for all before it too
+        shared = num_cached + self._min_shared_blocks - 1  # a digest stands for all before it too
         if shared < most:
             if digests[shared] in self._computed:
                 return None

@@ -72,6 +72,7 @@ def make_core(observer: Ends, *, first_epoch: int = 1) -> SchedulerCore:
         observer,
         first_epoch=first_epoch,
         block_tokens=BLOCK_TOKENS,
+        min_shared_tokens=4 * BLOCK_TOKENS,
     )
 
 

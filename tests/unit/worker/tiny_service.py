@@ -63,6 +63,7 @@ class TinyService:
             QueueLimits(max_requests=1000, max_tokens=10**6),
             self.ends,
             block_tokens=BLOCK_TOKENS,
+            min_shared_tokens=4 * BLOCK_TOKENS,
         )
         self._prefill = PrefillEngine("prefill-0", model, BucketLadder((8, 32), (2, 4)))
         self._decode: dict[str, DecodeEngine] = {}
