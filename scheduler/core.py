@@ -344,7 +344,7 @@ class SchedulerCore:
                 free_pages=pool.free_pages,
                 free_sequences=pool.free_sequences,
                 workers=self._prefill.view(now),
-                cache=self._view_of(pool) if self._book.computes_from_cache else None,
+                cache=self._view_of(pool),
             )
             if formed is None:
                 if self._former.wake_at() is None:
@@ -365,7 +365,10 @@ class SchedulerCore:
             return self._pools.choose()
         return self._pools.choose_for(entry.chain.digests, entry.num_usable_blocks, entry.request)
 
-    def _view_of(self, pool: DecodePool) -> PoolView:
+    def _view_of(self, pool: DecodePool) -> PoolView | None:
+        """Return what is cached in a pool for those that wait; None if it makes no difference to them."""
+        if not self._book.computes_from_cache or not pool.ledger.is_caching:
+            return None
         return PoolView(
             pool,
             self._pools,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scheduler.errors import ConfigError
 from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, SequenceRef
 from scheduler.prefix.cache import PrefixCache
 from scheduler.prefix.hashing import BLOCK_TOKENS
@@ -36,15 +35,11 @@ class PageLedger:
     ) -> None:
         """`block_tokens` are those of a block of the prefix cache; `holders` knows those of all pools.
 
-        Raises `ConfigError` if a block is not whole pages.
+        Nothing is cached if a block is not whole pages.
         """
         self.worker = info.name
         self.page_size = info.pool.page_size
-        if block_tokens % self.page_size:
-            raise ConfigError(
-                f"page_size of {self.worker} must divide {block_tokens}, the tokens of a block of the prefix "
-                f"cache, got {self.page_size}"
-            )
+        self.is_caching = block_tokens % self.page_size == 0
         self.num_pages = info.pool.num_pages - 1
         """Pages that can be leased: all but the scratch page 0."""
         self.cache = PrefixCache(block_tokens // self.page_size, holders or Holders(), self.worker)
@@ -85,6 +80,7 @@ class PageLedger:
         """
         assert self.free_sequences > 0
         epoch = next(self._epochs)
+        digests = digests if self.is_caching else None
         blocks = self.cache.hold(digests, num_blocks) if digests else []
         page_ids = [page for block in blocks for page in block.page_ids]
         num_own = num_pages - len(page_ids)

@@ -75,8 +75,13 @@ class PrefixCache:
             content.epochs += [grant_epoch] * num_pages
 
     def complete(self, epoch: int, page_ids: Sequence[int], digests: Sequence[bytes]) -> None:
-        """The first pages of a lease, `page_ids` in all, hold the KV of the blocks of these digests completely."""
-        content, size = self._contents[epoch], self.pages_per_block
+        """The first pages of a lease, `page_ids` in all, hold the KV of the blocks of these digests completely.
+
+        Nothing happens if its content is not known.
+        """
+        content, size = self._contents.get(epoch), self.pages_per_block
+        if content is None:
+            return
         for i in range(len(content.blocks), len(digests)):
             pages = slice(size * i, size * (i + 1))
             added = self._index.add(digests[i], tuple(page_ids[pages]), tuple(content.epochs[pages]))

@@ -61,13 +61,11 @@ class Simulation:
         self._costs = costs
         self._collector = collector
         self._watcher = Watcher(collector, costs.http_s / 2)
-        self._caches = settings.prefix_cache and TRACE_BLOCK_TOKENS % costs.page_size == 0
-        """Whether the ids that a trace has of its blocks are of use: a block is whole pages."""
         self._core = SchedulerCore(
             _make_former(settings),
             QueueLimits(max_requests=settings.max_queued_requests, max_tokens=settings.max_queued_tokens),
             self._watcher,
-            block_tokens=TRACE_BLOCK_TOKENS if self._caches else costs.page_size,
+            block_tokens=TRACE_BLOCK_TOKENS,
         )
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
@@ -135,7 +133,7 @@ class Simulation:
             # The core only counts tokens, and a range of any length costs nothing.
             prompt_token_ids=cast(tuple[int, ...], range(arrival.num_prompt)),
             sampling=_sampling(arrival.num_output),
-            prefix=_prefix(arrival) if self._caches and arrival.hash_ids else b"",
+            prefix=_prefix(arrival) if self._settings.prefix_cache and arrival.hash_ids else b"",
         )
         times = RequestTimes(
             arrival_s=arrival.time_s, num_prompt=arrival.num_prompt, num_output=arrival.num_output

@@ -161,3 +161,17 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_sequence_before_its
         assert [ledger.cache.match(chains[name], 4).num_blocks for name in "abc"] == num_left
         ledger.grow(SequenceRef(request_id="new", epoch=new.epoch), 2)
     assert ledger.cache.num_evicted_pages == NUM_PAGES
+
+
+def test_nothing_is_cached_where_a_block_is_not_whole_pages() -> None:
+    ledger = PageLedger(decode_info("decode-0"), count(1), block_tokens=PAGE_SIZE - 1)
+    for _ in range(2):
+        digests = [ROOT, ROOT]
+        lease = ledger.lease(3, digests, 2)
+        ref = SequenceRef(request_id="r", epoch=lease.epoch)
+        assert lease.shared_epochs == ()
+        ledger.grow(ref, 1)
+        ledger.complete(ref, digests)
+        ledger.release(ref)
+    assert len(ledger.cache) == 0
+    assert ledger.free_pages == NUM_PAGES
