@@ -14,7 +14,7 @@ from tests.support.data import shared_file
 from tests.support.reference import TIE_LOGITS
 from tests.support.service import Service
 
-NUM_CONVERSATIONS = 16
+NUM_CONVERSATIONS = 8
 NEW_TOKENS = 32
 BLOCK_TOKENS = 64
 
@@ -33,7 +33,9 @@ class Turn(NamedTuple):
 def conversations() -> list[list[str]]:
     """The two turns of some MT-bench questions."""
     lines = shared_file("data", "mt_bench_question.jsonl").read_text().splitlines()
-    return [json.loads(line)["turns"] for line in lines[: 4 * NUM_CONVERSATIONS : 4]]
+    return [json.loads(line)["turns"] for line in lines[:: len(lines) // NUM_CONVERSATIONS]][
+        :NUM_CONVERSATIONS
+    ]
 
 
 async def complete(client: httpx.AsyncClient, service: Service, prompt: list[int], salt: str) -> Turn:
@@ -77,7 +79,7 @@ def test_conversations_have_the_same_tokens_as_without_a_cache(
     """Every second turn finds its first one cached. What it is compared with has a salt of its own."""
     salt = uuid.uuid4().hex
     instruction = (
-        "You are a helpful assistant. Answer as briefly as you can, and say so if you do not know. " * 8
+        "You are a helpful assistant. Answer as briefly as you can, and say so if you do not know. " * 16
     )
 
     async def converse(client: httpx.AsyncClient, texts: list[str]) -> list[tuple[Turn, Turn]]:
@@ -103,7 +105,10 @@ def test_conversations_have_the_same_tokens_as_without_a_cache(
     for (_, first), (_, second) in answers:
         # The answer's newest token has no KV.
         assert second.num_cached >= (len(first.prompt) + len(first.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert sum(first.num_cached > 0 for (_, first), _ in answers) >= len(answers) - 8, "the instruction"
+    found = [first.num_cached for (_, first), _ in answers]
+    assert sorted(found)[0] == 0 < sorted(found)[1], (
+        "the instruction is computed once, though all come at once"
+    )
     assert service.metric("purefill_prefix_cache_query_tokens_total") - queries == 2 * sum(
         len(cached.prompt) for _, cached in turns
     )
@@ -124,4 +129,3 @@ def test_a_reset_forgets_what_was_cached(service: Service) -> None:
 
     assert asyncio.run(run()) == [0, 3 * BLOCK_TOKENS, 0]
     assert service.metric("purefill_prefix_cache_pages") > 0
-    assert service.metric("purefill_kv_pages", state="used") == 0
