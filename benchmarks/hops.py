@@ -52,6 +52,7 @@ from scheduler.workers import create_actor
 from worker.events import EventSender
 from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
+from worker.prefill_plan import Known
 
 _BURST = 8
 _WAYS = ("ray", "wire")
@@ -150,10 +151,10 @@ class NoEngine:
 
     is_decoding = False
 
-    def run(self, batch: PrefillBatch) -> PrefillResult:
+    def start(self, batch: PrefillBatch) -> Known:
         """Compute nothing."""
         Stations.note("the worker has it")
-        return PrefillResult(
+        known = PrefillResult(
             batch_id=batch.batch_id,
             worker="prefill-0",
             outcomes=tuple(
@@ -165,6 +166,7 @@ class NoEngine:
             replays={},
             seconds=1e-5,
         )
+        return Known(known)
 
 
 class TimedPrefillWorker(PrefillWorker, Timed):

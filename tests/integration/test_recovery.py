@@ -43,6 +43,7 @@ from worker.decode_actor import DecodeWorker
 from worker.events import EventSender
 from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
+from worker.prefill_plan import Known
 
 MODEL = ModelInfo(
     name="m", max_model_len=512, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -158,7 +159,7 @@ class CountingPrefill:
     def detach(self, name: str) -> None:
         self.pools.pop(name, None)
 
-    def run(self, batch: PrefillBatch) -> PrefillResult:
+    def start(self, batch: PrefillBatch) -> Known:
         time.sleep(0.02)
         requests = [item.request for item in batch.items]
         if any(request.prompt_token_ids[0] == 9 for request in requests):
@@ -169,15 +170,20 @@ class CountingPrefill:
             )
             for request in requests
         )
-        return PrefillResult(
-            batch_id=batch.batch_id,
-            worker="prefill-0",
-            outcomes=outcomes,
-            num_tokens=1,
-            padding_tokens=0,
-            replays={},
-            seconds=0.02,
+        return Known(
+            PrefillResult(
+                batch_id=batch.batch_id,
+                worker="prefill-0",
+                outcomes=outcomes,
+                num_tokens=1,
+                padding_tokens=0,
+                replays={},
+                seconds=0.02,
+            )
         )
+
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        raise error
 
 
 class CountingPrefillWorker(PrefillWorker):
