@@ -31,6 +31,7 @@ from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.crew import Crew
 from scheduler.fleet import Fleet, restart
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
     SCHEDULER_NAME,
     AbortReply,
@@ -114,6 +115,7 @@ class Scheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = ProgressWatch(_STALL_S)
         self._api_lives: dict[str, int] = {}
+        freeze_what_is_loaded()
         self._server: WireServer | None = None
 
     def __repr__(self) -> str:

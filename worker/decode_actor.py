@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
     SCHEDULER_NAME,
     DecodeStart,
@@ -74,6 +75,7 @@ class DecodeWorker:
                 self._reactor,
                 {"add": self.add, "grow": self.grow, "cancel": self.cancel},
             )
+            freeze_what_is_loaded()
             return self._info
         self._commands.put(None)
         with self._stepping:

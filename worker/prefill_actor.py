@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from scheduler.errors import StaleLeaseError
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
     HandoffResult,
     PoolHandle,
@@ -113,6 +114,7 @@ class PrefillWorker:
             warmup_seconds=self._info.warmup_seconds + time.perf_counter() - started,
             transports=self._engine.transports,
         )
+        freeze_what_is_loaded()
         return self._info
 
     def _load(self) -> PrefillWorkerInfo:

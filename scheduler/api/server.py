@@ -28,6 +28,7 @@ from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.journal.base import JournalError
 from scheduler.journal.connect import make_journal
 from scheduler.journal.settings import JournalConfig, host_of
@@ -130,6 +131,7 @@ class ApiServer:
             self._close_wire()
             raise
         self._url = self._url_at(listeners[0].getsockname()[1])
+        freeze_what_is_loaded()
         logger.info("%r serves %s", self, config.model.name)
         return self._url
 
