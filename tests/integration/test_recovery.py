@@ -23,10 +23,12 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     Figures,
+    Lease,
     ModelInfo,
     PageGrant,
     PoolHandle,
     PrefillBatch,
+    PrefillItem,
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
@@ -331,6 +333,12 @@ def test_deaths_and_hangs_of_any_part_change_no_answer(actors: dict[str, Any]) -
         late = requests(f"{i}-c", 4)
         answers += [server.complete.remote(request) for request in late]
         assert ray.get(answers, timeout=60) == [expected(request) for request in asked + late]
+    # A batch of the scheduler that died, which comes late, writes nothing into pages that others have now.
+    (request,) = requests("late", 1)
+    item = PrefillItem(request=request, lease=Lease(decode_worker="decode-0", epoch=1, page_ids=(1,)))
+    late_batch = PrefillBatch(batch_id=1, decode_worker="decode-0", items=(item,))
+    (outcome,) = ray.get(actors["prefill"].prefill.remote(late_batch)).outcomes
+    assert outcome.error_label == "stale_lease"
     gauges = ray.get(actors["scheduler"].metrics.remote(Figures())).gauges
     assert gauges["purefill_kv_pages"]["decode", "decode-0", "free"] == NUM_PAGES
     assert gauges["purefill_live_requests"][()] == 0
