@@ -50,8 +50,9 @@ def _make(cls: Any, *values: Any) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        slots = _slots_of(type(obj))
-        return NotImplemented if slots is None else (_make, (type(obj), *slots.get(obj)))
+        cls: Any = type(obj)
+        slots = _slots_of(cls)
+        return NotImplemented if slots is None else (_make, (cls, *slots.get(obj)))
 
 
 def dumps(message: Any) -> bytes:
