@@ -10,11 +10,9 @@ import torch
 from transformers import Qwen3Config
 
 from graphs.layout import SCRATCH_PAGE
-from scheduler.messages import DecodeStart, PrefillBatch, PrefillResult, SamplingParams
+from scheduler.messages import DecodeStart, SamplingParams
 from tests.unit.worker.tiny_models import SHAPE, Engines, LoadTiny, prompts_of
 from worker.model import Model
-from worker.prefill_pipeline import PrefillPipeline
-from worker.prefill_plan import Started
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -117,32 +115,11 @@ def test_an_item_that_cannot_be_computed_fails_alone(model: Model) -> None:
     assert (outcomes[1].token_id, outcomes[1].error_label) == (None, "worker_failed")
 
 
-class Steps:
-    """What a worker does with a batch, as far as the engine does it."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._engine = engines.prefill
-
-    def begin(self, batch: PrefillBatch) -> Started:
-        return self._engine.start(batch)
-
-    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
-        return self._engine.recover(batch, error)
-
-    def finish(
-        self, batch: PrefillBatch, result: PrefillResult, *, waited_s: float, prefill_s: float
-    ) -> PrefillResult:
-        return result
-
-
 def test_tokens_are_the_same_with_several_batches_in_flight(model: Model) -> None:
-    def fail(error: Exception) -> None:
-        raise error
-
     prompts = prompts_of(*range(3, 15))
     expected: list[int | None] = [*first_tokens(Engines(model), prompts)]
     engines = Engines(model)
-    pipeline = PrefillPipeline(Steps(engines), fail=fail)
+    pipeline = engines.pipeline()
     items = [engines.item(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
     items[5] = engines.item("bad", [1, 10**6, 2], GREEDY)
     assert not engines.pool.claim([replace(items[8].lease, epoch=100)])
