@@ -180,15 +180,18 @@ class PrefillWorker:
 
     # The pipeline's steps.
 
+    def pause_s(self) -> float | None:
+        """Return how long the device is decode's alone, None if it is to have no share of its own."""
+        if not self._config.decode_share:
+            return None
+        # A batch that was started ahead could not be held back if the one before it gives decode something to do.
+        return self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding)
+
     def begin(self, batch: PrefillBatch) -> Started:
-        """Start a batch, once decode has had its share of the device."""
+        """Start a batch."""
         if batch.batch_id < self._first_batch_id:
             gone = StaleLeaseError(f"batch {batch.batch_id} is of a scheduler that is gone")
             return Known(failed_result(self._config.name, batch, gone))
-        if self._config.decode_share and self._engine.is_decoding:
-            # The share is a pause between batches, so none is started ahead.
-            self._pipeline.wait_until_idle()
-            time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
         return self._engine.start(batch)
 
     def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:

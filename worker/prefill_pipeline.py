@@ -17,6 +17,9 @@ from worker.prefill_plan import Known, Started
 class PrefillSteps(Protocol):
     """What is done with a batch. An error that one of these raises leaves the process unable to go on."""
 
+    def pause_s(self) -> float | None:
+        """Return how long the device is decode's alone before the next batch; None if it may be started ahead."""
+
     def begin(self, batch: PrefillBatch) -> Started:
         """Start a batch. Called in the thread that also carries out calls."""
 
@@ -107,6 +110,9 @@ class PrefillPipeline:
     def _start(self, job: _Batch) -> Started:
         error = job.error
         if error is None:
+            if self._steps.pause_s() is not None:
+                self.wait_until_idle()  # The pause counts from the end of the batch before.
+                time.sleep(self._steps.pause_s() or 0.0)
             try:
                 return self._steps.begin(job.batch)
             except Exception as raised:

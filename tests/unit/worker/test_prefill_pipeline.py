@@ -45,8 +45,12 @@ class Device:
         self.begun: queue.SimpleQueue[OnDevice] = queue.SimpleQueue()
         self.log: list[str] = []
         self.waits: dict[int, float] = {}
+        self.is_paced = False
         self._failing = failing
         self._cannot_go_on = cannot_go_on
+
+    def pause_s(self) -> float | None:
+        return 0.0 if self.is_paced else None
 
     def begin(self, batch: PrefillBatch) -> Started:
         self.log.append(f"begin {batch.batch_id}")
@@ -98,6 +102,17 @@ def test_the_next_batch_begins_while_one_is_computed_and_waits_are_told_apart() 
     device.next().ends.set()
     alone.result(60)
     assert device.waits[3] == 0
+
+
+def test_no_batch_is_started_ahead_while_decode_is_to_have_a_share_of_the_device() -> None:
+    device = Device()
+    device.is_paced = True
+    pipeline = pipeline_of(device)
+    answers = [pipeline.submit(batch(number)) for number in (1, 2)]
+    device.next().ends.set()
+    device.next().ends.set()
+    assert [answer.result(60).batch_id for answer in answers] == [1, 2]
+    assert device.log == ["begin 1", "finish 1", "begin 2", "finish 2"]
 
 
 def test_a_call_has_the_engine_for_itself_in_its_turn() -> None:

@@ -111,6 +111,9 @@ class _Steps:
     def __init__(self, engine: PrefillEngine) -> None:
         self._engine = engine
 
+    def pause_s(self) -> float | None:
+        return None
+
     def begin(self, batch: PrefillBatch) -> Started:
         return self._engine.start(batch)
 
