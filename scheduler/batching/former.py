@@ -104,12 +104,14 @@ class BatchFormer:
         free_sequences: int,
         workers: Workers = _ONE_IDLE,
         cache: CacheView | None = None,
+        only_full: bool = False,
     ) -> FormedBatch | None:
         """Return the batch to send now to an idle prefill worker, or None to hold.
 
         The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the
         queue. `cache` says what is cached there: requests count with the tokens that they have to compute. Those that
-        it lets wait stay; if it is for others of this batch, the batch counts as full.
+        it lets wait stay; if it is for others of this batch, the batch counts as full. `only_full`: it leaves only if
+        nothing could join it, for whatever reason but want of room in that decode worker.
         """
         self._wake_at = None
         if not self._queue or free_sequences < 1:
@@ -128,6 +130,8 @@ class BatchFormer:
             in_order = self._with_cached(in_order, cache)
         packing = self._packer.pack(in_order, limits, now, self._queue.num_tokens)
         if not packing.entries:
+            return None
+        if only_full and len(packing.entries) < most_requests and not packing.is_saturated:
             return None
         if cache is not None and cache.num_followers:
             packing = packing._replace(is_full=True)
