@@ -168,13 +168,16 @@ class RequestBook:
 
     def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:
         """Compute a request again whose pages do not hold what they should; fail it if it cannot be computed."""
-        is_pool_gone = entry.lease is None or self._pools.holding(entry.lease, entry.ref) is None
+        assert entry.lease is not None
+        pool = self._pools.holding(entry.lease, entry.ref)
+        if pool is not None and label == StaleLeaseError.label:
+            pool.ledger.forget(entry.ref)
         self.release(entry)
         if label == StaleLeaseError.label:
             self._observer.refused("write")
             self.requeue(entry, "stale_lease", now)
         elif label == HandoffError.label:
-            entry.num_failed_handoffs += not is_pool_gone
+            entry.num_failed_handoffs += pool is not None
             if entry.num_failed_handoffs >= _MAX_FAILED_HANDOFFS:
                 again = f"{message}; so ended {entry.num_failed_handoffs} attempts to compute the request"
                 self.fail(entry, WorkerFailedError.label, again, now)
@@ -208,9 +211,11 @@ class RequestBook:
 
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
         """A decode worker touches a sequence's pages no more. If it has not ended, it waits again."""
+        entry = self.entries.get(ref.request_id)
+        if ref in pool and entry is not None and entry.holds(ref) and entry.requeue_reason is None:
+            pool.ledger.forget(ref)
         if not pool.release(ref):
             return
-        entry = self.entries.get(ref.request_id)
         if entry is not None and entry.holds(ref):
             if entry.requeue_reason is None:
                 self._observer.refused("read")

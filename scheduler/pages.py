@@ -107,6 +107,10 @@ class PageLedger:
         """The KV of a lease's first blocks is in its pages: others may use them from now on."""
         self.cache.complete(ref.epoch, self._leases[ref.epoch], digests)
 
+    def forget(self, ref: SequenceRef) -> None:
+        """A worker refused a lease: what it shares is not where it should be, and nobody is to find it there again."""
+        self.cache.forget(ref.epoch)
+
     def release(self, ref: SequenceRef) -> None:
         """End a lease and free its pages. Those of its complete blocks stay cached."""
         self._returned += self.cache.end(ref.epoch, self._leases.pop(ref.epoch))[::-1]

@@ -100,6 +100,13 @@ class PrefixCache:
             freed += page_ids[size * i : size * (i + 1)] if block is None else self._index.drop(block)
         return freed
 
+    def forget(self, epoch: int) -> None:
+        """Have nobody find the blocks any more that a lease holds: its pages do not hold what they should."""
+        for content in self._known((epoch,)):
+            for block in content.blocks:
+                if block is not None:
+                    self._index.forget(block)
+
     def num_pages_back(self, num_pages: Mapping[int, int]) -> int:
         """Return how many pages are free once some leases have ended: how many each has, by its epoch."""
         users: Counter[Block] = Counter()

@@ -132,6 +132,13 @@ class PrefixIndex:
         self.num_evicted += 1
         return block.page_ids
 
+    def forget(self, block: Block) -> None:
+        """Have nobody find a block any more that a lease holds. Nothing happens if nobody does."""
+        if block.digest:
+            del self._blocks[block.digest]
+            self._holders.remove(block.digest, self._owner)
+            block.digest = b""
+
     def clear(self) -> list[int]:
         """Forget all blocks, and return the pages that are free by that: those that no lease holds."""
         freed = [page for block in self._unused.values() for page in block.page_ids]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from transformers import Qwen3Config
 
-from scheduler.messages import SamplingParams
+from scheduler.messages import Lease, SamplingParams
 from tests.unit.worker.tiny_models import SHAPE, WINDOW, LoadTiny, prompts_of
 from tests.unit.worker.tiny_service import BLOCK_TOKENS, MAX_NUM_SEQS, TinyService
 from worker.model import Model
@@ -210,6 +210,34 @@ def test_requests_of_one_batch_are_left_to_the_workers_that_have_their_prompts(m
     service.run()
     assert service.batches[2:] == [["a", "c"], ["b", "d"]]
     assert [service.num_cached[name] for name in "abcd"] == [3 * BLOCK_TOKENS] * 4
+
+
+def test_who_had_to_leave_its_pages_finds_there_what_is_left(model: Model) -> None:
+    long = SamplingParams(max_tokens=40, temperature=0.0)
+    prompts = dict(zip("ab", prompts_of(20, 20), strict=True))
+    service = TinyService(model, num_pages=12)
+    for name, prompt in prompts.items():
+        service.submit(name, prompt, long)
+    service.run()
+    assert service.ends.requeues == {"preempted": 1}
+    assert service.num_prefilled - service.num_computed >= BLOCK_TOKENS
+    assert service.tokens == {name: expected(model, prompt, long) for name, prompt in prompts.items()}
+
+
+def test_what_is_not_where_it_should_be_is_refused_once_and_computed_again(model: Model) -> None:
+    """A page of a cached block has another owner, of which the scheduler does not know."""
+    (prompt,) = prompts_of(40)
+    service = TinyService(model)
+    service.answer("a", prompt, GREEDY)  # under epoch 1, in the first pages
+    service.answer("short", prompt[:5], GREEDY)
+    other = Lease(decode_worker="decode-0", epoch=2, page_ids=(1,))
+    assert service.pools["decode-0"].claim([other]) == {}
+    assert service.answer("b", prompt, GREEDY) == expected(model, prompt)
+    assert service.ends.refusals == {"write": 1}
+    assert service.ends.requeues == {"stale_lease": 1}
+    assert service.num_cached["b"] == 0
+    service.answer("c", prompt, GREEDY)
+    assert service.num_cached["c"] == 2 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -48,6 +48,8 @@ class TinyService:
         """Of the first prefill of each request."""
         self.num_computed = 0
         """Tokens that were prefilled."""
+        self.num_prefilled = 0
+        """With those that were cached."""
         self.batches: list[list[str]] = []
         """The requests of each prefill batch."""
         self.pool_of: dict[str, str] = {}
@@ -67,6 +69,7 @@ class TinyService:
         )
         self._prefill = PrefillEngine("prefill-0", model, BucketLadder((8, 32), (2, 4)))
         self._decode: dict[str, DecodeEngine] = {}
+        self.pools: dict[str, KVPool] = {}
         self._num_reports: dict[str, int] = {}
         self._now = 0.0
         self._incarnations = count(1)
@@ -92,6 +95,7 @@ class TinyService:
             self._model.kv_spec, name=name, num_pages=self._num_pages + 1, page_size=PAGE_SIZE
         )
         self._prefill.attach(handle)
+        self.pools[name] = pool
         self._decode[name] = DecodeEngine(self._model, pool, max_num_seqs=MAX_NUM_SEQS)
         self._decode[name].prepare()
         self._num_reports[name] = 0
@@ -172,6 +176,7 @@ class TinyService:
                 self.pool_of |= {item.request.request_id: batch.decode_worker for item in batch.items}
                 result = self._prefill.run(batch)
                 self.num_computed += result.num_tokens
+                self.num_prefilled += sum(item.request.num_prefill_tokens for item in batch.items)
                 for item, outcome in zip(batch.items, result.outcomes, strict=True):
                     if outcome.token_id is not None:
                         index = len(item.request.output_token_ids)
