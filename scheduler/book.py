@@ -65,6 +65,7 @@ class RequestBook:
         """Put a request into the queue, before or behind those that have not begun yet."""
         request, entry.queued_at = entry.request, now
         num_cached = 0
+        entry.count_usable_blocks()
         if entry.chain is not None and self.computes_from_cache:
             num_cached = self._pools.num_cached_tokens(entry.chain.digests, entry.num_usable_blocks)
         queued = QueuedRequest(

@@ -48,6 +48,8 @@ class LiveRequest:
     """How many of its tokens it keeps when it waits again; None: all."""
     chain: BlockChain | None = None
     """The digests of its blocks of tokens; None if they are not to be cached."""
+    num_usable_blocks: int = 0
+    """How many of them may come from the cache, as of when it was last queued."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,12 +66,11 @@ class LiveRequest:
         """Whether it has this very lease."""
         return self.lease is not None and self.lease.epoch == ref.epoch
 
-    @property
-    def num_usable_blocks(self) -> int:
-        """How many of its first blocks may come from the cache: at least its last token must be computed."""
-        if self.chain is None or self.request.reports_prompt:
-            return 0
-        return self.chain.num_blocks(self.request.num_prefill_tokens - 1)
+    def count_usable_blocks(self) -> None:
+        """See how many of its first blocks may come from the cache: at least its last token must be computed."""
+        self.num_usable_blocks = 0
+        if self.chain is not None and not self.request.reports_prompt:
+            self.num_usable_blocks = self.chain.num_blocks(self.request.num_prefill_tokens - 1)
 
     def wait_again(self) -> None:
         """Go back to the start, with the tokens that it has, or with as many as it is to keep."""

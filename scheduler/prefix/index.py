@@ -31,6 +31,9 @@ class Match(NamedTuple):
     """Those of them that a lease holds: another that holds them takes no free pages."""
 
 
+_NO_MATCH = Match(0, 0)
+
+
 class Holders:
     """Owns which pools have a block, by its digest, so that none needs to be asked that has it not."""
 
@@ -82,15 +85,13 @@ class PrefixIndex:
 
     def match(self, digests: Sequence[bytes], most: int) -> Match:
         """Return how many of a sequence's first blocks are here, `most` at most."""
-        num_blocks = num_used = 0
-        find = self._blocks.get
-        for digest in digests[:most]:
-            block = find(digest)
-            if block is None:
-                break
-            num_blocks += 1
-            num_used += block.num_users > 0
-        return Match(num_blocks, num_used)
+        if not most or digests[0] not in self._blocks:
+            return _NO_MATCH
+        blocks = list(map(self._blocks.get, digests[:most]))
+        num_blocks = blocks.index(None) if None in blocks else len(blocks)
+        return Match(
+            num_blocks, len([1 for block in blocks[:num_blocks] if block is not None and block.num_users])
+        )
 
     def hold(self, digests: Sequence[bytes], most: int) -> list[Block]:
         """Give those blocks to a lease, which drops them when it ends."""

@@ -62,10 +62,13 @@ class CacheMachine(RuleBasedStateMachine):
             return
         digests, most = self.digests(tokens), (len(tokens) - 1) // self.block_tokens
         match = self.ledger.cache.match(digests, most)
+        held = self.held()
         assert all(self.holders.of(digest) == ("decode-0",) for digest in digests[: match.num_blocks])
         lease = self.ledger.lease(num_pages, digests, most)
         self.num_leased += 1
         self.check_shared(lease, tokens, match.num_blocks)
+        used = [page for page in lease.page_ids[: len(lease.shared_epochs)] if held[page]]
+        assert len(used) == match.num_used * self.ledger.cache.pages_per_block
         self.take(lease.own_page_ids, lease.epoch)
         ref = SequenceRef(request_id=f"r{self.num_leased}", epoch=lease.epoch)
         self.leases[ref] = (tuple(tokens), list(lease.page_ids))
