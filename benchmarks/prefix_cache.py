@@ -6,7 +6,8 @@
 host    microseconds per 1,000 tokens of a prompt: hashing in the ApiServer, taking the digests in and looking them up
         in the scheduler
 trace   the share of tokens found cached on Mooncake's conversations (`hash_ids`, blocks of 512 tokens), by the size of
-        the cache, through the very ledger of the scheduler; one request after the other
+        the cache: through the very ledger of the scheduler, one request after the other; then in the simulator, with
+        the times of an H200, where requests overlap
 ttft    seconds to the first token of `purefill serve` on this machine's CPU: a system prompt of 1,000 tokens, which all
         requests share, and questions of 20 tokens; cold, each request has a `cache_salt` of its own
 graphs  a batch of 8 prompts of 32 tokens behind 2,048 cached ones next to the same without, in one replay each, at the
@@ -27,6 +28,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,37 @@ def measure_trace(args: argparse.Namespace) -> Iterator[str]:
         print(f"{size:>14}{found / total:14.1%}{evicted:16,}")
     if abs(found / total - IDEAL_SHARE) > 0.01:
         yield f"trace: {found / total:.1%} of the tokens are found, not {IDEAL_SHARE:.1%} within a point"
+    yield from simulate_trace()
+
+
+def simulate_trace() -> Iterator[str]:
+    """Play the trace on a simulated fleet; yield if an unbounded cache is not ideal there."""
+    from scheduler.simulate.collector import Slo
+    from scheduler.simulate.command import simulate
+    from scheduler.simulate.fleet import FleetSettings
+    from scheduler.simulate.fleet_costs import read_costs
+    from scheduler.simulate.options import LoadOptions
+
+    load = LoadOptions(trace=str(TRACE), speed_up=1.0, repeat=1, requests=None, seed=0)
+    print(f"{'simulated, cache tokens':>24}{'decode workers':>16}{'tokens found':>14}{'TTFT p50 ms':>13}")
+    for capacity, num_workers in ((None, 1), (None, 8), (3_000_000, 1), (3_000_000, 8), (0, 8)):
+        costs = read_costs("h200-qwen3-8b")
+        num_tokens = capacity or 1_000_000_000
+        costs = replace(costs, num_pages=num_tokens // costs.page_size // num_workers, max_model_len=131_072)
+        settings = FleetSettings(
+            prefill_workers=8,
+            decode_workers=num_workers,
+            batch_policy="adaptive",
+            max_queued_requests=100_000,
+            max_queued_tokens=10**9,
+            prefix_cache=capacity != 0,
+        )
+        summary, _ = simulate(settings, costs, load, slo=Slo())
+        size = "unbounded" if capacity is None else f"{capacity:,}" if capacity else "switched off"
+        share, ttft = summary["cached_share"], summary["ttft_ms"]["p50"]
+        print(f"{size:>24}{num_workers:16}{share:14.1%}{ttft:13,.0f}")
+        if capacity is None and num_workers == 1 and abs(share - IDEAL_SHARE) > 0.01:
+            yield f"trace: {share:.1%} of the tokens are found in the simulator, not {IDEAL_SHARE:.1%} within a point"
 
 
 def measure_ttft(args: argparse.Namespace) -> Iterator[str]:
