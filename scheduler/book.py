@@ -48,7 +48,7 @@ class RequestBook:
         self.computed = ComputedBlocks()
         """What prefills under way compute."""
         self.computes_from_cache = True
-        """Whether prefill workers reach cached KV; else they compute all tokens."""
+        """Whether prefill workers need not compute what is cached, as far as they have shown."""
         self._former = former
         self._drain = drain
         self._prefill = prefill

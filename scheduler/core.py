@@ -37,9 +37,6 @@ from scheduler.prefill_workers import PrefillWorkers
 from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
 from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView
 
-_DIRECT = frozenset({"shm", "cuda_ipc"})
-"""Transports by which a prefill worker reads the pages that it writes."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
@@ -152,8 +149,6 @@ class SchedulerCore:
     def add_prefill_worker(self, info: PrefillWorkerInfo) -> None:
         """A prefill worker is ready."""
         self._prefill.add(info.name)
-        if not _DIRECT.issuperset(info.transports.values()):
-            self._book.computes_from_cache = False
         self._observer.joined(info)
         if info.bucket_seconds:
             self._former.measured(seconds_by_tokens(info.bucket_seconds))
@@ -260,10 +255,13 @@ class SchedulerCore:
         self._observer.prefilled(result)
         batch = self._prefill.take_batch(result.worker, result.batch_id, now, result.seconds)
         self._former.observe(result.num_tokens, result.seconds)
-        for outcome in result.outcomes:
+        for item, outcome in zip(batch.items, result.outcomes, strict=True):
             entry = self._book.entries[outcome.request_id]
             if outcome.token_id is not None:
                 entry.output_token_ids.append(outcome.token_id)
+                if item.lease.shared_epochs and not outcome.num_cached_tokens:
+                    # This worker does not see the pages: it sends what it computes there.
+                    self._book.computes_from_cache = False
         if result.handoff_pending:
             self._prefill.is_sending(batch, result)
             return

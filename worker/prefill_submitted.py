@@ -103,7 +103,11 @@ class SubmittedPrefill:
             worker=self.worker,
             outcomes=tuple(
                 self._outcome(item.request, num_cached, chosen, failed)
-                for item, num_cached in zip(self.batch.items, self.writing.num_cached, strict=True)
+                for item, num_cached in zip(
+                    self.batch.items,
+                    self.writing.num_cached or [0] * len(self.batch.items),
+                    strict=True,
+                )
             ),
             num_tokens=num_tokens,
             padding_tokens=padding,

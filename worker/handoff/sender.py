@@ -68,7 +68,7 @@ class SendHandoff:
         for count in counts:
             page_ids.append(pages[:count])
             del pages[:count]
-        return Writing(leases=leases, page_ids=page_ids, refused={}, num_cached=[0] * len(leases))
+        return Writing(leases=leases, page_ids=page_ids, refused={})
 
     def finish(self, writing: Writing) -> Future[Arrival]:
         """Send it in the background, after what was finished before."""
@@ -81,7 +81,7 @@ class SendHandoff:
     def _hand_over(self, writing: Writing) -> Arrival:
         started = time.perf_counter()
         all_pages = [page for page_ids in writing.page_ids for page in page_ids]
-        pages = [page for page_ids in _own_pages(writing) for page in page_ids]
+        pages = [page for page_ids in writing.own_page_ids for page in page_ids]
         errors: dict[int, StaleLeaseError | HandoffError] = {}
         try:
             if writing.leases:
@@ -121,7 +121,7 @@ class SendHandoff:
             leases=[
                 replace(lease, page_ids=lease.own_page_ids, shared_epochs=()) for lease in writing.leases
             ],
-            num_written=[len(page_ids) for page_ids in _own_pages(writing)],
+            num_written=[len(page_ids) for page_ids in writing.own_page_ids],
         )
         numbers = manifest.encode()
         channel.send(len(writing.leases), len(numbers))
@@ -134,11 +134,3 @@ class SendHandoff:
             for i, was_taken in enumerate(taken)
             if not was_taken
         }
-
-
-def _own_pages(writing: Writing) -> list[Sequence[int]]:
-    """Return, for each lease, the pages whose content goes into pages of its own; others read the shared ones too."""
-    return [
-        page_ids[len(lease.shared_epochs) :]
-        for lease, page_ids in zip(writing.leases, writing.page_ids, strict=True)
-    ]

@@ -551,7 +551,12 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 last = request.sampling.max_tokens == index + 1
                 reason: FinishReason | None = "length" if last else "stop" if finishing >> place & 1 else None
-                outcome = PrefillOutcome(request_id=request_id, token_id=token(index), finish_reason=reason)
+                outcome = PrefillOutcome(
+                    request_id=request_id,
+                    token_id=token(index),
+                    finish_reason=reason,
+                    num_cached_tokens=len(item.lease.shared_epochs) * PAGE_SIZE,
+                )
                 self.make(
                     worker,
                     TokenEvent(
