@@ -20,6 +20,8 @@ from scheduler.placement import DecodePlacement
 
 _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
+_PAGES_AT_ONCE = 4
+"""A sequence is granted so many pages while half of the pool is free, so that it has to be told less often."""
 _PREEMPT_AHEAD_TOKENS = 2
 """Others must leave once a sequence has room for fewer tokens than this: until then, one may end by itself."""
 _ANY_NUM_TOKENS = 2**63
@@ -156,11 +158,11 @@ class DecodePool:
         grants: list[PageGrant] = []
         for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
             wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
-            num_pages = min(wanted, self.ledger.free_pages)
+            num_pages = min(self._handed_out(tenant, wanted), self.ledger.free_pages)
             if num_pages:
                 grants.append(self.ledger.grow(tenant.ref, num_pages))
                 tenant.num_pages += num_pages
-            if num_pages == wanted:
+            if num_pages >= wanted:
                 del self._short[tenant.ref.epoch]
             self._note(tenant)
         return Balance(grants, self._preempt() if self._short else [])
@@ -186,6 +188,12 @@ class DecodePool:
         """Return how many pages more than it has a sequence needs for so many tokens more; 0 if none."""
         num_tokens = min(tenant.num_tokens + ahead_tokens, tenant.max_tokens)
         return max(0, self.ledger.pages_for(num_tokens) - tenant.num_pages)
+
+    def _handed_out(self, tenant: _Tenant, wanted: int) -> int:
+        """Return how many pages a sequence gets that wants so many, if there are as many."""
+        if 0 < wanted < _PAGES_AT_ONCE and 2 * self.ledger.free_pages > self.ledger.num_pages:
+            return min(_PAGES_AT_ONCE, self.ledger.pages_for(tenant.max_tokens) - tenant.num_pages)
+        return wanted
 
     def _note(self, tenant: _Tenant) -> None:
         """Keep the sets of those that grow and of those that are short of pages as they should be."""

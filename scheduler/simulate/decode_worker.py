@@ -75,6 +75,8 @@ class VirtualDecodeWorker:
         """When the last step ended that is counted in `_steps`."""
         self._boundary = _NEVER
         """After so many steps the commands that wait are obeyed."""
+        self._target = _NEVER
+        """After so many steps `advance` is to be called."""
         self._active: dict[int, _Sequence] = {}
         """By the epoch of the lease, which no two share."""
         self._context = 0
@@ -131,7 +133,7 @@ class VirtualDecodeWorker:
 
     def next_at(self) -> float:
         """Return when `advance` must be called, or infinity."""
-        target = self._next_step()
+        target = self._target = self._next_step()
         if target == _NEVER:
             return inf
         return self._clock + self._seconds(target - self._steps) * self._slowness
@@ -147,9 +149,8 @@ class VirtualDecodeWorker:
 
     def advance(self, now: float) -> StepReport | None:
         """Make the steps that end `now`, as `next_at` said; return what the scheduler is to be told, if anything."""
-        target = self._next_step()
-        assert target != _NEVER
-        self._make(target - self._steps, now)
+        assert self._steps <= self._target < _NEVER
+        self._make(self._target - self._steps, now)
         events: list[TokenEvent] = []
         earlier: list[EarlierTokens] = []
         released: list[SequenceRef] = []

@@ -81,8 +81,10 @@ class Simulation:
             dtype="",
             num_parameters=0,
         )
-        self._may_form = True
-        self._step_call = self._step  # the same object each time, so that events are told apart
+        self._may_form = False
+        """A batch may be due: more happened since the last tick than that sequences got tokens."""
+        self._has_news = False
+        """The core was told something since the last tick."""
         self._rng = random.Random(settings.seed)
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
@@ -92,39 +94,40 @@ class Simulation:
         for i in range(self._settings.prefill_workers):
             self._join_prefill(f"prefill-{i}", 0.0)
         http_s = self._costs.http_s / 2
-        events, core, step = self._events, self._core, self._step_call
+        events, core, live = self._events, self._core, self._watcher.live
         number = 0
         arrival = next(arrivals, None)
         wake_at: float | None = None
-        while arrival is not None or core.num_live:
+        while arrival is not None or live:
             now = inf if arrival is None else arrival.time_s + http_s
             if events and events[0][0] < now:
                 now = events[0][0]
             if wake_at is not None and wake_at < now:
                 now = wake_at
             assert now < inf, "requests wait for ever"
-            # A batch can only be due if more happened than that sequences got tokens.
-            self._may_form = wake_at is not None and wake_at <= now
             while arrival is not None and arrival.time_s + http_s <= now:
-                self._may_form = True
                 self._arrive(f"r{number}", arrival, now)
                 number += 1
                 arrival = next(arrivals, None)
             while events and events[0][0] <= now:
                 _, _, call, argument = heappop(events)
-                self._may_form |= call is not step
                 call(argument, now)
-            for action in core.tick(now, may_form=self._may_form):
-                self._perform(action, now)
+            wake_at = core.wake_at()
+            may_form = self._may_form or (wake_at is not None and wake_at <= now)
+            if may_form or self._has_news:
+                self._may_form = self._has_news = False
+                for action in core.tick(now, may_form=may_form):
+                    self._perform(action, now)
+                wake_at = core.wake_at()
+                if wake_at is not None and wake_at <= now:
+                    wake_at = None
             for worker in self._changed.values():
                 self._plan(worker)
             self._changed.clear()
-            wake_at = core.wake_at()
-            if wake_at is not None and wake_at <= now:
-                wake_at = None
         self._collector.decode_busy_s += sum(worker.busy_s for worker in self._decode.values())
 
     def _arrive(self, request_id: str, arrival: Arrival, now: float) -> None:
+        self._may_form = True
         request = Request(
             request_id=request_id,
             api_server=_API_SERVER,
@@ -223,6 +226,7 @@ class Simulation:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
+        self._may_form = True
         neighbour = self._neighbour(result.worker)
         if neighbour is not None:
             self._slow_down(neighbour, 1.0, now)
@@ -284,7 +288,8 @@ class Simulation:
         self._planned[worker.name] = inf
         report = worker.advance(now)
         if report is not None:
-            self._may_form |= bool(report.events or report.released)
+            self._has_news = True
+            self._may_form |= bool(report.released) and self._core.may_lack_pages
             self._watcher.token_at = now + self._costs.http_s / 2
             self._core.step_done(report, now)
         self._changed[worker.name] = worker
@@ -295,7 +300,7 @@ class Simulation:
         if at != self._planned[worker.name]:
             self._planned[worker.name] = at
             if at < inf:
-                self._at(at, self._step_call, (worker, at))
+                self._at(at, self._step, (worker, at))
 
     # Failures.
 
@@ -307,6 +312,7 @@ class Simulation:
         failures = self._settings.failures
         assert failures is not None
         self._collector.num_deaths += 1
+        self._may_form = True
         if name in self._prefill_runs:
             self._prefill_runs[name] += 1
             neighbour = self._neighbour(name)
@@ -322,6 +328,7 @@ class Simulation:
 
     def _return(self, name: str, now: float) -> None:
         """Let a worker join again, as the service's crew does: no lease of its earlier life is taken for a new one."""
+        self._may_form = True
         self._core.fence_epoch()
         if name in self._prefill_runs:
             self._join_prefill(name, now)
