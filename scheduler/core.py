@@ -302,8 +302,8 @@ class SchedulerCore:
     def tick(self, now: float, *, may_form: bool = True) -> list[Action]:
         """Give pages where they are needed, form the batches that are due; return all actions since the last call.
 
-        `may_form` may be False if nothing happened since but that sequences got tokens, or left pages that nobody lacked,
-        and it is not `wake_at` yet: then no batch can be due.
+        `may_form` may be False if nothing happened since but that sequences got tokens, or left pages that nobody
+        lacked, and it is not `wake_at` yet: then no batch can be due.
         """
         for worker, balance in self._pools.balance():
             if balance.grants:

@@ -109,6 +109,10 @@ class DecodePool:
 
     def in_order(self, report: StepReport) -> Iterator[StepReport]:
         """Yield the worker's reports in the order in which it made them: this one once all before it have come."""
+        if report.number == self._next_report and not self._early_reports:
+            self._next_report += 1
+            yield report
+            return
         self._early_reports[report.number] = report
         while (following := self._early_reports.pop(self._next_report, None)) is not None:
             self._next_report += 1
@@ -132,22 +136,20 @@ class DecodePool:
         """A sequence has `num_tokens` tokens now, the newest of which is not in its pages yet."""
         tenant = self._tenants[ref.epoch]
         tenant.num_tokens = num_tokens
-        if self._wanted(tenant, _GROW_AHEAD_TOKENS) > 0 and not tenant.leaving:
+        room = tenant.num_pages * self.ledger.page_size
+        if num_tokens + _GROW_AHEAD_TOKENS > room < tenant.max_tokens and not tenant.leaving:
             self._short[ref.epoch] = tenant
 
     def leave(self, ref: SequenceRef) -> None:
         """A sequence ended, or must leave: it gets no more pages, and those that it has come back soon."""
-        tenant = self._tenants[ref.epoch]
-        tenant.leaving = True
-        self._note(tenant)
+        self._stop_growing(self._tenants[ref.epoch])
 
     def release(self, ref: SequenceRef) -> bool:
         """Take back a sequence's pages. Returns False if it had none any more."""
         tenant = self._tenants.pop(ref.epoch, None)
         if tenant is None:
             return False
-        tenant.leaving = True
-        self._note(tenant)
+        self._stop_growing(tenant)
         self.ledger.release(ref)
         return True
 
@@ -164,7 +166,7 @@ class DecodePool:
                 tenant.num_pages += num_pages
             if num_pages >= wanted:
                 del self._short[tenant.ref.epoch]
-            self._note(tenant)
+                self._note(tenant)
         return Balance(grants, self._preempt() if self._short else [])
 
     def _preempt(self) -> list[SequenceRef]:
@@ -196,12 +198,17 @@ class DecodePool:
         return wanted
 
     def _note(self, tenant: _Tenant) -> None:
-        """Keep the sets of those that grow and of those that are short of pages as they should be."""
-        if tenant.leaving:
-            self._short.pop(tenant.ref.epoch, None)
-        if not tenant.leaving and tenant.num_pages < self.ledger.pages_for(tenant.max_tokens):
+        """Take in that a sequence has more pages."""
+        if tenant.num_pages * self.ledger.page_size < tenant.max_tokens:
             self._growing.add(tenant.ref.epoch)
         else:
+            self._growing.discard(tenant.ref.epoch)
+
+    def _stop_growing(self, tenant: _Tenant) -> None:
+        """Let a sequence get no more pages."""
+        if not tenant.leaving:
+            tenant.leaving = True
+            self._short.pop(tenant.ref.epoch, None)
             self._growing.discard(tenant.ref.epoch)
 
 

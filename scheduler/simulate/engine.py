@@ -112,7 +112,8 @@ class Simulation:
             while events and events[0][0] <= now:
                 _, _, call, argument = heappop(events)
                 call(argument, now)
-            wake_at = core.wake_at()
+            if self._has_news:
+                wake_at = core.wake_at()
             may_form = self._may_form or (wake_at is not None and wake_at <= now)
             if may_form or self._has_news:
                 self._may_form = self._has_news = False
@@ -127,7 +128,7 @@ class Simulation:
         self._collector.decode_busy_s += sum(worker.busy_s for worker in self._decode.values())
 
     def _arrive(self, request_id: str, arrival: Arrival, now: float) -> None:
-        self._may_form = True
+        self._may_form = self._has_news = True
         request = Request(
             request_id=request_id,
             api_server=_API_SERVER,
@@ -226,7 +227,7 @@ class Simulation:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
-        self._may_form = True
+        self._may_form = self._has_news = True
         neighbour = self._neighbour(result.worker)
         if neighbour is not None:
             self._slow_down(neighbour, 1.0, now)
@@ -312,7 +313,7 @@ class Simulation:
         failures = self._settings.failures
         assert failures is not None
         self._collector.num_deaths += 1
-        self._may_form = True
+        self._may_form = self._has_news = True
         if name in self._prefill_runs:
             self._prefill_runs[name] += 1
             neighbour = self._neighbour(name)
@@ -328,7 +329,7 @@ class Simulation:
 
     def _return(self, name: str, now: float) -> None:
         """Let a worker join again, as the service's crew does: no lease of its earlier life is taken for a new one."""
-        self._may_form = True
+        self._may_form = self._has_news = True
         self._core.fence_epoch()
         if name in self._prefill_runs:
             self._join_prefill(name, now)
