@@ -85,6 +85,8 @@ class Simulation:
         """A batch may be due: more happened since the last tick than that sequences got tokens."""
         self._has_news = False
         """The core was told something since the last tick."""
+        self._wake_at = inf
+        """When a tick is due if nothing happens before."""
         self._rng = random.Random(settings.seed)
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
@@ -94,16 +96,14 @@ class Simulation:
         for i in range(self._settings.prefill_workers):
             self._join_prefill(f"prefill-{i}", 0.0)
         http_s = self._costs.http_s / 2
-        events, core, live = self._events, self._core, self._watcher.live
+        events, live = self._events, self._watcher.live
         number = 0
         arrival = next(arrivals, None)
-        wake_at: float | None = None
         while arrival is not None or live:
             now = inf if arrival is None else arrival.time_s + http_s
             if events and events[0][0] < now:
                 now = events[0][0]
-            if wake_at is not None and wake_at < now:
-                now = wake_at
+            now = min(now, self._wake_at)
             assert now < inf, "requests wait for ever"
             while arrival is not None and arrival.time_s + http_s <= now:
                 self._arrive(f"r{number}", arrival, now)
@@ -112,20 +112,23 @@ class Simulation:
             while events and events[0][0] <= now:
                 _, _, call, argument = heappop(events)
                 call(argument, now)
-            if self._has_news:
-                wake_at = core.wake_at()
-            may_form = self._may_form or (wake_at is not None and wake_at <= now)
-            if may_form or self._has_news:
-                self._may_form = self._has_news = False
-                for action in core.tick(now, may_form=may_form):
-                    self._perform(action, now)
-                wake_at = core.wake_at()
-                if wake_at is not None and wake_at <= now:
-                    wake_at = None
+            if self._has_news or self._wake_at <= now:
+                self._tick(now)
             for worker in self._changed.values():
                 self._plan(worker)
             self._changed.clear()
         self._collector.decode_busy_s += sum(worker.busy_s for worker in self._decode.values())
+
+    def _tick(self, now: float) -> None:
+        """Carry out what the core wants after what it was told, and note when it wants to be asked again."""
+        core = self._core
+        wake_at = core.wake_at()
+        may_form = self._may_form or (wake_at is not None and wake_at <= now)
+        self._may_form = self._has_news = False
+        for action in core.tick(now, may_form=may_form):
+            self._perform(action, now)
+        wake_at = core.wake_at()
+        self._wake_at = inf if wake_at is None or wake_at <= now else wake_at
 
     def _arrive(self, request_id: str, arrival: Arrival, now: float) -> None:
         self._may_form = self._has_news = True
