@@ -2,7 +2,7 @@
 
 Starts `purefill serve` on this machine, has it write its cost model, plays short pieces of the Azure conversation trace
 (lengths divided, see --scale) and of a Poisson load against it, and simulates the same pieces with that cost model.
-What HTTP and messages cost is taken from a few requests to the idle service beforehand, no part of the load.
+Nothing is fitted to the loads: what the cost model holds, the service measured before them, while it was idle.
 
     python -m benchmarks.simulate_fidelity --seconds 30
 """
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
+import random
 import tempfile
 import time
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -34,14 +32,14 @@ from tests.support.service import Service, serve
 TRACE = SHARED / "data" / "AzureLLMInferenceTrace_conv.csv.gz"
 MAX_BATCH_REQUESTS = 8
 BATCH_TIMEOUT_MS = 20.0
-NUM_IDLE = 8
 
 
 async def ask(client: httpx.AsyncClient, model: str, arrival: Arrival) -> float:
     """Send a request; return the seconds to its first token."""
     body = {
         "model": model,
-        "prompt": [1000 + i % 997 for i in range(arrival.num_prompt)],
+        # None is known from another.
+        "prompt": [random.randrange(1000, 2000) for _ in range(arrival.num_prompt)],
         "max_tokens": arrival.num_output,
         "ignore_eos": True,
         "stream": True,
@@ -76,21 +74,6 @@ def batch_sizes(service: Service) -> dict[float, float]:
         for sample in family.samples
         if sample.name == "purefill_prefill_batch_requests_bucket"
     }
-
-
-def with_overhead(costs: FleetCosts, service: Service) -> FleetCosts:
-    """Return the costs with what a request to the idle service takes beyond hold and prefill."""
-    probe = Arrival(0.0, 32, 1)
-
-    async def measure() -> list[float]:
-        async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-            return [await ask(client, service.model, probe) for _ in range(NUM_IDLE)]
-
-    ttft = statistics.median(asyncio.run(measure()))
-    prefill_s, _ = costs.prefill([probe.num_prompt], MAX_BATCH_REQUESTS)
-    overhead_s = max(0.0, ttft - BATCH_TIMEOUT_MS / 1000 - prefill_s)
-    print(f"idle: TTFT {1000 * ttft:.1f} ms, of which {1000 * overhead_s:.1f} ms are HTTP and messages")
-    return replace(costs, http_s=overhead_s)
 
 
 def simulated(load: list[Arrival], costs: FleetCosts) -> tuple[list[float], Collector]:
@@ -162,8 +145,7 @@ def main() -> None:
             "--max-model-len", "2048",
         ) as service:  # fmt: skip
             costs = read_costs(str(path))
-            print(json.dumps({"prefill": costs.prefill_seconds, "decode": costs.decode_seconds}))
-            costs = with_overhead(costs, service)
+            print(costs.to_json())
             compare("Azure conversation trace", service, trace, costs)
             compare("Poisson", service, list(poisson.arrivals(0)), costs)
 

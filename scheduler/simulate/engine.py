@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
@@ -44,6 +45,7 @@ from scheduler.simulate.collector import Collector, RequestTimes
 from scheduler.simulate.decode_worker import VirtualDecodeWorker
 from scheduler.simulate.fleet import FleetSettings
 from scheduler.simulate.fleet_costs import FleetCosts
+from scheduler.simulate.shared import SharedDevices
 from scheduler.simulate.traces import Arrival
 from scheduler.simulate.watcher import Watcher
 
@@ -73,6 +75,11 @@ class Simulation:
         """When each decode worker's next event is."""
         self._changed: dict[str, VirtualDecodeWorker] = {}
         """Those whose next event may be another one now."""
+        self._devices = (
+            SharedDevices(costs, self._decode, at=self._at, changed=self._has_changed)
+            if costs.is_device_shared
+            else None
+        )
         self._model = ModelInfo(
             name=costs.name,
             max_model_len=costs.max_model_len,
@@ -199,11 +206,6 @@ class Simulation:
     def _compute(self, name: str, batch: PrefillBatch, now: float) -> None:
         lengths = [item.request.num_prefill_tokens for item in batch.items]
         seconds, padding = self._costs.prefill(lengths, self._settings.max_batch_requests)
-        neighbour = self._neighbour(name)
-        if neighbour is not None:
-            if neighbour.num_running:
-                seconds *= self._costs.shared_slowdown
-            self._slow_down(neighbour, self._costs.shared_slowdown, now)
         result = PrefillResult(
             batch_id=batch.batch_id,
             worker=name,
@@ -222,18 +224,28 @@ class Simulation:
             replays={},
             seconds=seconds,
         )
-        self._at(
-            now + 2 * self._costs.message_s + seconds, self._computed, (result, self._prefill_runs[name])
-        )
+        message_s, run = self._costs.message_s, self._prefill_runs[name]
+        if self._devices is None:
+            self._at(now + 2 * message_s + seconds, self._computed, (result, run))
+        else:
+            self._at(now + message_s, self._begin, (result, run))
+
+    def _begin(self, argument: tuple[PrefillResult, int], now: float) -> None:
+        """Let a prefill worker compute a batch on a device that it shares."""
+        result, run = argument
+
+        def done(seconds: float, now: float) -> None:
+            own = replace(result, seconds=seconds)
+            self._at(now + self._costs.message_s, self._computed, (own, run))
+
+        if self._devices is not None and self._prefill_runs[result.worker] == run:
+            self._devices.begin(result.worker, result.seconds, now, done)
 
     def _computed(self, argument: tuple[PrefillResult, int], now: float) -> None:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
         self._may_form = self._has_news = True
-        neighbour = self._neighbour(result.worker)
-        if neighbour is not None:
-            self._slow_down(neighbour, 1.0, now)
         done_at = now - self._costs.message_s
         self._watcher.token_at = done_at + self._costs.http_s / 2
         for outcome in result.outcomes:
@@ -241,20 +253,12 @@ class Simulation:
         self._collector.prefilled(result.num_tokens, result.padding_tokens, result.seconds, done_at)
         self._core.prefill_done(result, now)
 
-    def _neighbour(self, prefill_worker: str) -> VirtualDecodeWorker | None:
-        """Return the decode worker on a prefill worker's device, if they share one: that of the same number."""
-        if self._costs.shared_slowdown == 1:
-            return None
-        return self._decode.get(f"decode-{prefill_worker.removeprefix('prefill-')}")
-
-    def _slow_down(self, worker: VirtualDecodeWorker, slowness: float, now: float) -> None:
-        worker.slow_down(slowness, now)
-        self._changed[worker.name] = worker
-
     # Decode workers.
 
     def _join_decode(self, name: str, now: float) -> None:
-        self._decode[name] = VirtualDecodeWorker(name, self._costs, self._watcher)
+        worker = self._decode[name] = VirtualDecodeWorker(name, self._costs, self._watcher)
+        if self._devices is not None:
+            self._devices.joined(worker, now)
         self._planned[name] = inf
         self._core.add_decode_worker(
             DecodeWorkerInfo(
@@ -291,6 +295,8 @@ class Simulation:
             return
         self._planned[worker.name] = inf
         report = worker.advance(now)
+        if self._devices is not None:
+            self._devices.stepped(worker.name, now)
         if report is not None:
             self._has_news = True
             self._may_form |= bool(report.released) and self._core.may_lack_pages
@@ -319,12 +325,13 @@ class Simulation:
         self._may_form = self._has_news = True
         if name in self._prefill_runs:
             self._prefill_runs[name] += 1
-            neighbour = self._neighbour(name)
-            if neighbour is not None:
-                self._slow_down(neighbour, 1.0, now)
+            if self._devices is not None:
+                self._devices.drop(name, now)
         else:
             worker = self._decode.pop(name)
             self._changed.pop(name, None)
+            if self._devices is not None:
+                self._devices.stepped(name, now)
             self._core.step_done(worker.die(now), now)
             self._collector.decode_busy_s += worker.busy_s
         self._core.worker_lost(name, now, returns=True)
@@ -339,6 +346,9 @@ class Simulation:
         else:
             self._join_decode(name, now)
             self._core.fail_what_fits_nowhere(now)
+
+    def _has_changed(self, worker: VirtualDecodeWorker) -> None:
+        self._changed[worker.name] = worker
 
     def _at(self, time_s: float, call: Callable[..., None], argument: object) -> None:
         heappush(self._events, (time_s, next(self._order), call, argument))

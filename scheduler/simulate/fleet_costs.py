@@ -41,8 +41,10 @@ class FleetCosts:
     """One way of a message between scheduler and worker."""
     http_s: float = 0.0
     """From a client to the scheduler's queue, and from a worker's first token to the client, together."""
-    shared_slowdown: float = 1.0
-    """How many times as long both take while a prefill and a decode worker on one device compute at once."""
+    prefill_slowdown: float = 1.0
+    """How many times as long a prefill takes while the decode worker on its device computes."""
+    decode_slowdown: float = 1.0
+    """How many times as long a decode step takes while the prefill worker on its device computes."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Of each figure: measured by which script and when, or how it was derived."""
 
@@ -59,7 +61,13 @@ class FleetCosts:
                         f"{name} of cost model {self.name} must hold seconds > 0 by buckets such as 512x8, "
                         f"got {bucket}: {seconds}"
                     )
-        least = {"page_size": 1, "num_pages": 1, "max_model_len": 2, "shared_slowdown": 1}
+        least = {
+            "page_size": 1,
+            "num_pages": 1,
+            "max_model_len": 2,
+            "prefill_slowdown": 1,
+            "decode_slowdown": 1,
+        }
         at_least_0 = ("decode_seconds_per_context_token", "attention_seconds_per_pair", "message_s", "http_s")
         for name, low in (least | dict.fromkeys(at_least_0, 0)).items():
             value = getattr(self, name)
@@ -67,6 +75,11 @@ class FleetCosts:
                 raise ConfigError(
                     f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
                 )
+
+    @property
+    def is_device_shared(self) -> bool:
+        """Whether a prefill and a decode worker compute on one device."""
+        return self.prefill_slowdown > 1 or self.decode_slowdown > 1
 
     def check(self, *, max_num_seqs: int) -> None:
         """Raise `ConfigError` if a step of so many sequences has no bucket."""

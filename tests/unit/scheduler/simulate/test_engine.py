@@ -113,7 +113,7 @@ def test_the_slo_counts_requests_that_keep_every_limit() -> None:
 def test_a_worker_beside_another_on_one_device_makes_both_slower() -> None:
     arrivals = [Arrival(0.0, 64, 100), Arrival(0.1, 500, 1)]
     alone, _ = run(arrivals)
-    beside, _ = run(arrivals, of=costs(shared_slowdown=2.0))
+    beside, _ = run(arrivals, of=costs(prefill_slowdown=2.0, decode_slowdown=2.0))
     assert beside[0].first_token_s == pytest.approx((alone[0].first_token_s or 0) + 0.05)
     # For 100 ms steps take 10 ms: ten steps are lost.
     assert beside[1].last_token_s == pytest.approx(alone[1].last_token_s + 0.05)
