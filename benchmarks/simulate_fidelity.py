@@ -14,7 +14,8 @@ import asyncio
 import random
 import tempfile
 import time
-from itertools import takewhile
+from collections import Counter
+from itertools import islice, takewhile
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,7 @@ from tests.support.service import Service, serve
 TRACE = SHARED / "data" / "AzureLLMInferenceTrace_conv.csv.gz"
 MAX_BATCH_REQUESTS = 8
 BATCH_TIMEOUT_MS = 20.0
+NUM_SKIPPED = 2000
 
 
 async def ask(client: httpx.AsyncClient, model: str, arrival: Arrival) -> float:
@@ -68,12 +70,12 @@ async def play(service: Service, load: list[Arrival]) -> list[float]:
 def batch_sizes(service: Service) -> dict[float, float]:
     """Return how many batches had at most so many requests, so far."""
     text = httpx.get(f"{service.url}/metrics").text
-    return {
-        float(sample.labels["le"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "purefill_prefill_batch_requests_bucket"
-    }
+    sizes: Counter[float] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "purefill_prefill_batch_requests_bucket":
+                sizes[float(sample.labels["le"])] += sample.value
+    return sizes
 
 
 def simulated(load: list[Arrival], costs: FleetCosts) -> tuple[list[float], Collector]:
@@ -116,6 +118,18 @@ def compare(name: str, service: Service, load: list[Arrival], costs: FleetCosts)
         print(f"  batches of at most {most}: real {share:.0%}, simulated {other:.0%}")
 
 
+def piece_of_trace(seconds: float, rate: float, scale: int) -> list[Arrival]:
+    """Return what follows the trace's first minutes, which are quieter than the rest, with divided lengths."""
+    # 5.53 a second as it is.
+    sped_up = played(lambda: read_trace(TRACE), speed_up=rate / 5.53)
+    rest = islice(sped_up, NUM_SKIPPED, None)
+    first = next(rest)
+    return [
+        Arrival(a.time_s - first.time_s, max(4, a.num_prompt // scale), max(1, a.num_output // scale))
+        for a in takewhile(lambda a: a.time_s - first.time_s < seconds, rest)
+    ]
+
+
 def main() -> None:
     """Compare both loads."""
     parser = argparse.ArgumentParser(
@@ -125,14 +139,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--scale", type=int, default=32, help="divides the trace's lengths")
     options = parser.parse_args()
-    trace = [
-        Arrival(a.time_s, max(4, a.num_prompt // options.scale), max(1, a.num_output // options.scale))
-        for a in takewhile(
-            lambda a: a.time_s < options.seconds,
-            # 5.53 a second as it is.
-            played(lambda: read_trace(TRACE), speed_up=options.rate / 5.53),
-        )
-    ]
+    trace = piece_of_trace(options.seconds, options.rate, options.scale)
     poisson = SyntheticLoad(
         kind="poisson", rate=options.rate, requests=int(options.rate * options.seconds), prompt=32, output=4
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,8 +31,9 @@ _STEPS = 12
 """Tokens of an answer from which the time of a step is taken."""
 _LONG_TOKENS = 1024
 """Of the prompt by which the cost of context is measured."""
-_NUM_BESIDE = 12
-"""Prefills beside decode steps, and decode steps beside prefills, that are measured."""
+_ROUNDS = 5
+_STEPS_BESIDE = 32
+"""Tokens of an answer beside which prompts are prefilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,9 @@ def calibrate(
     prefill: dict[int, float] = {}
     for num_tokens in prefill_tokens:
         slots = min(max_slots, num_tokens)
-        if num_tokens // slots < max_model_len:
+        if num_tokens // slots + 3 <= max_model_len:
             prefill[num_tokens] = _prefill_s(ask, slots, num_tokens // slots)
-    around = [ask(1, 4, 1).around_s for _ in range(2 * _REPETITIONS)]
+    around = [ask(1, 4, 3).around_s for _ in range(2 * _REPETITIONS)]
     steps: dict[int, float] = {}
     starts: list[float] = []
     for size in step_sizes:
@@ -128,7 +129,7 @@ def calibrate(
     slowdowns = 1.0, 1.0
     if is_device_shared:
         middle = prefill_tokens[len(prefill_tokens) // 2]
-        slowdowns = _beside(ask, length=min(middle, max_model_len - 1), max_model_len=max_model_len)
+        slowdowns = _beside(ask, length=min(middle, max_model_len - 3), max_model_len=max_model_len)
     return Calibration(
         prefill_seconds=prefill,
         step_seconds=steps,
@@ -142,12 +143,13 @@ def calibrate(
 
 
 def _prefill_s(ask: Ask, num_prompts: int, num_tokens: int) -> float:
-    return median(ask(num_prompts, num_tokens, 1).prefill_s for _ in range(_REPETITIONS))
+    """Return what a batch of prompts takes. A few tokens are decoded after each, as in life: they cool the caches."""
+    return median(ask(num_prompts, num_tokens, 3).prefill_s for _ in range(_REPETITIONS))
 
 
 def _pair_s(ask: Ask, prefill: Mapping[int, float], max_slots: int, max_model_len: int) -> float:
     """Return what a pair of tokens costs: one prompt has more of them than several of as many tokens together."""
-    sizes = [size for size in prefill if size < max_model_len]
+    sizes = [size for size in prefill if size + 3 <= max_model_len]
     if not sizes or max_slots < 2:
         return 0.0
     num_tokens = max(sizes)
@@ -158,45 +160,48 @@ def _pair_s(ask: Ask, prefill: Mapping[int, float], max_slots: int, max_model_le
 def _beside(ask: Ask, *, length: int, max_model_len: int) -> tuple[float, float]:
     """Return how many times as long a prefill and a step take beside one another.
 
-    One sequence is decoded over and over while prompts are prefilled one after the other, with pauses as long.
+    Prompts are prefilled one after the other, in turns beside a sequence that decodes and alone. Means, as it is the
+    sum that others wait for.
     """
-    alone = _prefill_s(ask, 1, length)
-    ends = threading.Event()
+    alone: list[Answer] = []
+    beside: list[Answer] = []
     decoded: list[Answer] = []
-
-    def decode() -> None:
-        while not ends.is_set():
-            decoded.append(ask(1, 4, min(4 * _STEPS, max_model_len - 4)))
-
-    prefilled: list[Answer] = []
-    thread = threading.Thread(target=decode)
-    thread.start()
-    try:
-        for _ in range(_NUM_BESIDE):
-            time.sleep(alone)
-            prefilled.append(ask(1, length, 1))
-    finally:
-        ends.set()
+    for _ in range(_ROUNDS):
+        alone += [ask(1, length, 1) for _ in range(_REPETITIONS)]
+        thread = threading.Thread(
+            target=lambda: decoded.append(ask(1, 4, min(_STEPS_BESIDE, max_model_len - 4))), daemon=True
+        )
+        thread.start()
+        # Until its own prompt is prefilled.
+        time.sleep(2 * alone[-1].first_token_s)
+        during: list[Answer] = []
+        while thread.is_alive():
+            during.append(ask(1, length, 1))
         thread.join()
-    return (
-        max(1.0, median(answer.prefill_s for answer in prefilled) / alone),
-        max(1.0, step_slowdown(prefilled, decoded)),
-    )
+        # It had ended before the last one's prefill had.
+        beside += during[:-1]
+    if not beside:
+        return 1.0, 1.0
+    slowdown = mean(answer.prefill_s for answer in beside) / mean(answer.prefill_s for answer in alone)
+    return max(1.0, slowdown), max(1.0, step_slowdown(beside, decoded))
 
 
 def step_slowdown(prefilled: Sequence[Answer], decoded: Sequence[Answer]) -> float:
     """Return how many times as long a step took while something was prefilled as it did otherwise."""
-    during = [(_first_at(answer) - answer.prefill_s, _first_at(answer)) for answer in prefilled]
-    # A step counts by the share of it that lay beside a prefill: seconds = steps alone + steps beside x slowdown.
+    prefills = [(_first_at(answer) - answer.prefill_s, _first_at(answer)) for answer in prefilled]
     gaps = [
-        (end - start, sum(max(0.0, min(end, until) - max(start, since)) for since, until in during))
+        (end - start, sum(max(0.0, min(end, until) - max(start, since)) for since, until in prefills))
         for answer in decoded
         for times in answer.token_at_s.values()
         for start, end in pairwise(times[1:])
     ]
-    alone = [seconds for seconds, shared in gaps if not shared]
-    beside = [seconds for seconds, shared in gaps if shared > seconds / 2]
-    return median(beside) / median(alone) if alone and beside else 1.0
+    undisturbed = [seconds for seconds, shared_s in gaps if not shared_s]
+    disturbed = [(seconds, shared_s) for seconds, shared_s in gaps if shared_s]
+    if not undisturbed or not disturbed:
+        return 1.0
+    # What was left of each step's work after the part of its time that was its own took the shared part.
+    left_s = sum(mean(undisturbed) - (seconds - shared_s) for seconds, shared_s in disturbed)
+    return sum(shared_s for _, shared_s in disturbed) / left_s if left_s > 0 else 1.0
 
 
 def _first_at(answer: Answer) -> float:
