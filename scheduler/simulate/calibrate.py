@@ -11,13 +11,12 @@ import http.client
 import json
 import random
 import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean, median
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,9 +30,6 @@ _STEPS = 12
 """Tokens of an answer from which the time of a step is taken."""
 _LONG_TOKENS = 1024
 """Of the prompt by which the cost of context is measured."""
-_ROUNDS = 5
-_STEPS_BESIDE = 32
-"""Tokens of an answer beside which prompts are prefilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +84,6 @@ class Calibration:
     """HTTP, tokenising and messages on the way to a first token."""
     start_s: float
     """How much longer than a step it takes from a first token to the second."""
-    prefill_slowdown: float
-    """How many times as long a prefill takes while another sequence is decoded."""
-    decode_slowdown: float
-    """How many times as long a step takes while something is prefilled."""
 
 
 Ask = Callable[[int, int, int], Answer]
@@ -105,7 +97,6 @@ def calibrate(
     max_slots: int,
     step_sizes: Sequence[int],
     max_model_len: int,
-    is_device_shared: bool,
 ) -> Calibration:
     """Measure what an idle service takes.
 
@@ -126,10 +117,6 @@ def calibrate(
         starts += [gap - steps[size] for answer in answers for gap in answer.first_gaps_s]
     long = min(_LONG_TOKENS, max_model_len - _STEPS)
     with_context = median(ask(1, long, _STEPS).gaps_s)
-    slowdowns = 1.0, 1.0
-    if is_device_shared:
-        middle = prefill_tokens[len(prefill_tokens) // 2]
-        slowdowns = _beside(ask, length=min(middle, max_model_len - 3), max_model_len=max_model_len)
     return Calibration(
         prefill_seconds=prefill,
         step_seconds=steps,
@@ -137,8 +124,6 @@ def calibrate(
         attention_seconds_per_pair=_pair_s(ask, prefill, max_slots, max_model_len),
         around_s=median(around),
         start_s=max(0.0, median(starts)),
-        prefill_slowdown=slowdowns[0],
-        decode_slowdown=slowdowns[1],
     )
 
 
@@ -155,57 +140,6 @@ def _pair_s(ask: Ask, prefill: Mapping[int, float], max_slots: int, max_model_le
     num_tokens = max(sizes)
     more_s = _prefill_s(ask, 1, num_tokens) - prefill[num_tokens]
     return max(0.0, more_s / (num_tokens * num_tokens / 2 * (1 - 1 / max_slots)))
-
-
-def _beside(ask: Ask, *, length: int, max_model_len: int) -> tuple[float, float]:
-    """Return how many times as long a prefill and a step take beside one another.
-
-    Prompts are prefilled one after the other, in turns beside a sequence that decodes and alone. Means, as it is the
-    sum that others wait for.
-    """
-    alone: list[Answer] = []
-    beside: list[Answer] = []
-    decoded: list[Answer] = []
-    for _ in range(_ROUNDS):
-        alone += [ask(1, length, 1) for _ in range(_REPETITIONS)]
-        thread = threading.Thread(
-            target=lambda: decoded.append(ask(1, 4, min(_STEPS_BESIDE, max_model_len - 4))), daemon=True
-        )
-        thread.start()
-        # Until its own prompt is prefilled.
-        time.sleep(2 * alone[-1].first_token_s)
-        during: list[Answer] = []
-        while thread.is_alive():
-            during.append(ask(1, length, 1))
-        thread.join()
-        # It had ended before the last one's prefill had.
-        beside += during[:-1]
-    if not beside:
-        return 1.0, 1.0
-    slowdown = mean(answer.prefill_s for answer in beside) / mean(answer.prefill_s for answer in alone)
-    return max(1.0, slowdown), max(1.0, step_slowdown(beside, decoded))
-
-
-def step_slowdown(prefilled: Sequence[Answer], decoded: Sequence[Answer]) -> float:
-    """Return how many times as long a step took while something was prefilled as it did otherwise."""
-    prefills = [(_first_at(answer) - answer.prefill_s, _first_at(answer)) for answer in prefilled]
-    gaps = [
-        (end - start, sum(max(0.0, min(end, until) - max(start, since)) for since, until in prefills))
-        for answer in decoded
-        for times in answer.token_at_s.values()
-        for start, end in pairwise(times[1:])
-    ]
-    undisturbed = [seconds for seconds, shared_s in gaps if not shared_s]
-    disturbed = [(seconds, shared_s) for seconds, shared_s in gaps if shared_s]
-    if not undisturbed or not disturbed:
-        return 1.0
-    # What was left of each step's work after the part of its time that was its own took the shared part.
-    left_s = sum(mean(undisturbed) - (seconds - shared_s) for seconds, shared_s in disturbed)
-    return sum(shared_s for _, shared_s in disturbed) / left_s if left_s > 0 else 1.0
-
-
-def _first_at(answer: Answer) -> float:
-    return answer.sent_s + answer.first_token_s
 
 
 class Client:

@@ -19,9 +19,18 @@ from scheduler.errors import ConfigError
 _FORMAT = "purefill-fleet-costs-1"
 
 
+class CostModelError(ConfigError):
+    """A cost model says too little, or what cannot be; the message names the field."""
+
+    def __init__(self, key: str, message: str) -> None:
+        """`key`: the field or bucket, as it stands in a file."""
+        super().__init__(message)
+        self.key = key
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetCosts:
-    """Times and sizes of one kind of worker for one model. Raises `ConfigError` naming the field that is wrong."""
+    """Times and sizes of one kind of worker for one model. Raises `CostModelError` naming the field that is wrong."""
 
     name: str
     prefill_seconds: Mapping[str, float]
@@ -54,12 +63,13 @@ class FleetCosts:
             ("decode_seconds", self.decode_seconds),
         ):
             if not table:
-                raise ConfigError(f"{name} of cost model {self.name} must hold at least one bucket")
+                raise CostModelError(name, f"{name} of cost model {self.name} must hold at least one bucket")
             for bucket, seconds in table.items():
                 if not _is_bucket(bucket) or not _is_number(seconds) or not 0 < seconds < inf:
-                    raise ConfigError(
+                    raise CostModelError(
+                        bucket,
                         f"{name} of cost model {self.name} must hold seconds > 0 by buckets such as 512x8, "
-                        f"got {bucket}: {seconds}"
+                        f"got {bucket}: {seconds}",
                     )
         least = {
             "page_size": 1,
@@ -72,8 +82,8 @@ class FleetCosts:
         for name, low in (least | dict.fromkeys(at_least_0, 0)).items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value < inf:
-                raise ConfigError(
-                    f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
+                raise CostModelError(
+                    name, f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
                 )
 
     @property
@@ -82,11 +92,12 @@ class FleetCosts:
         return self.prefill_slowdown > 1 or self.decode_slowdown > 1
 
     def check(self, *, max_num_seqs: int) -> None:
-        """Raise `ConfigError` if a step of so many sequences has no bucket."""
+        """Raise `CostModelError` if a step of so many sequences has no bucket."""
         if max_num_seqs > self._step_sizes[-1]:
-            raise ConfigError(
+            raise CostModelError(
+                "decode_seconds",
                 f"decode_seconds of cost model {self.name} must have a bucket of {max_num_seqs} sequences "
-                f"(max_num_seqs), the largest is {self._step_sizes[-1]}"
+                f"(max_num_seqs), the largest is {self._step_sizes[-1]}",
             )
 
     @cached_property
@@ -160,8 +171,12 @@ def shipped_costs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
-def read_costs(name: str) -> FleetCosts:
-    """Read a shipped cost model by its name, or a file. Raises `ConfigError` if it is none."""
+def read_costs(name: str, *, max_num_seqs: int = 1) -> FleetCosts:
+    """Read a shipped cost model by its name, or a file.
+
+    Raises `ConfigError` if it is none, or lacks a bucket for steps of `max_num_seqs` sequences; for what is wrong in a
+    file it names the line.
+    """
     shipped = shipped_costs()
     path = shipped.get(name, Path(name))
     try:
@@ -179,14 +194,25 @@ def read_costs(name: str) -> FleetCosts:
     known = {f.name: f for f in fields(FleetCosts)}
     for key in data:
         if key not in known:
-            raise ConfigError(f"cost model {path} holds an unknown field {key}")
+            raise ConfigError(f"{_at(path, text, key)}: cost model holds an unknown field {key}")
     missing = [f for f in ("name", *_REQUIRED) if f not in data]
     if missing:
         raise ConfigError(f"cost model {path} lacks the field {missing[0]}")
     for key in ("prefill_seconds", "decode_seconds", "sources"):
         if not isinstance(data.get(key, {}), dict):
-            raise ConfigError(f"{key} of cost model {path} must be a JSON object")
-    return FleetCosts(**data)
+            raise ConfigError(f"{_at(path, text, key)}: {key} must be a JSON object")
+    try:
+        costs = FleetCosts(**data)
+        costs.check(max_num_seqs=max_num_seqs)
+    except CostModelError as error:
+        raise ConfigError(f"{_at(path, text, error.key)}: {error}") from error
+    return costs
+
+
+def _at(path: Path, text: str, key: str) -> str:
+    """Return where in a file a key stands."""
+    before, found, _ = text.partition(json.dumps(key))
+    return f"{path}, line {1 + before.count(chr(10))}" if found else str(path)
 
 
 _REQUIRED = (

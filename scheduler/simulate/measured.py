@@ -12,6 +12,9 @@ from scheduler.messages import DecodeWorkerInfo, PrefillWorkerInfo
 from scheduler.simulate.calibrate import Ask, Calibration, calibrate
 from scheduler.simulate.fleet_costs import FleetCosts
 
+_IN_TURNS = 2.0
+"""How many times as long what computes on a device takes while something else computes there, too."""
+
 
 def measure(
     ask: Ask,
@@ -30,13 +33,19 @@ def measure(
         # Larger ones would take several prefills to begin.
         step_sizes=[size for size in steps if size <= max_batch_requests] or steps[:1],
         max_model_len=prefill.model.max_model_len,
-        is_device_shared=is_device_shared,
     )
-    return measured_costs(prefill, decode, calibration, when=datetime.now(UTC))
+    return measured_costs(
+        prefill, decode, calibration, is_device_shared=is_device_shared, when=datetime.now(UTC)
+    )
 
 
 def measured_costs(
-    prefill: PrefillWorkerInfo, decode: DecodeWorkerInfo, calibration: Calibration, *, when: datetime
+    prefill: PrefillWorkerInfo,
+    decode: DecodeWorkerInfo,
+    calibration: Calibration,
+    *,
+    is_device_shared: bool,
+    when: datetime,
 ) -> FleetCosts:
     """Return the costs of workers from what they measured when they started, and from a calibration after that.
 
@@ -46,6 +55,8 @@ def measured_costs(
     here = f"{prefill.model.name} on {prefill.device}, {when:%Y-%m-%d}, `purefill serve --write-cost-model`"
     idle = f"requests to the idle service: {here}"
     start_s = calibration.start_s / 2
+    slowdown = _IN_TURNS if is_device_shared else 1.0
+    turns = "not measured: two that compute at once on one device take turns"
     return FleetCosts(
         name=f"{prefill.model.name} on {prefill.device}",
         prefill_seconds=without_hiccups(calibrated(prefill.bucket_seconds, calibration.prefill_seconds)),
@@ -57,8 +68,8 @@ def measured_costs(
         max_model_len=prefill.model.max_model_len,
         message_s=start_s,
         http_s=max(0.0, calibration.around_s - start_s),
-        prefill_slowdown=calibration.prefill_slowdown,
-        decode_slowdown=calibration.decode_slowdown,
+        prefill_slowdown=slowdown,
+        decode_slowdown=slowdown,
         sources={
             "prefill_seconds": f"full batches of equal prompts, {idle}; scaled from the start's where too long for it",
             "decode_seconds": f"gaps between tokens, {idle}; scaled from the start's for more than a batch",
@@ -66,9 +77,10 @@ def measured_costs(
             "attention_seconds_per_pair": f"one long prompt against a batch of as many tokens, {idle}",
             "message_s": f"half of what a second token takes longer than a third, {idle}",
             "http_s": f"time to a first token less queue, hold, prefill and message, {idle}",
-            "prefill_slowdown": f"prompts beside one sequence that decodes, {idle}",
-            "decode_slowdown": f"steps beside prefills, {idle}",
-        },
+        }
+        | dict.fromkeys(
+            ("prefill_slowdown", "decode_slowdown"), turns if is_device_shared else "no shared device"
+        ),
     )
 
 

@@ -100,11 +100,13 @@ def test_a_wrong_setting_is_one_line(
     ("changes", "message"),
     [
         ({"format": "other"}, "must be a JSON object of format purefill-fleet-costs-1"),
-        ({"speed": 3}, "holds an unknown field speed"),
+        ({"speed": 3}, "cost model holds an unknown field speed"),
         ({"page_size": None}, "lacks the field page_size"),
         ({"prefill_seconds": {}}, "prefill_seconds of cost model m must hold at least one bucket"),
         ({"prefill_seconds": {"16x8": -1}}, "by buckets such as 512x8, got 16x8: -1"),
         ({"decode_seconds": {"many": 1}}, "got many: 1"),
+        ({"decode_seconds": [1]}, "decode_seconds must be a JSON object"),
+        ({"decode_seconds": {"8": 0.1}}, "decode_seconds of cost model m must have a bucket of 64"),
         ({"num_pages": 0}, "num_pages of cost model m must be a number >= 1, got 0"),
     ],
 )
@@ -116,7 +118,30 @@ def test_a_wrong_cost_model_is_refused(
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data))
     assert main(["simulate", "--trace", LOAD, "--cost-model", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("speed", {"speed": 3}),
+        ("decode_seconds", {"decode_seconds": {"8": 0.1}}),
+        ("decode_seconds", {"decode_seconds": [1]}),
+        ("16x8", {"prefill_seconds": {"8x8": 0.1, "16x8": -1}}),
+        ("num_pages", {"num_pages": 0}),
+    ],
+)
+def test_what_is_wrong_with_a_cost_model_is_said_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, changes: dict[str, object]
+) -> None:
+    good = json.loads(shipped_costs()["h200-qwen3-8b"].read_text())
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**good, **changes}, indent=1))
+    (number,) = [i for i, line in enumerate(path.read_text().splitlines(), 1) if f'"{key}"' in line][:1]
+    assert main(["simulate", "--trace", LOAD, "--cost-model", str(path)]) == 2
+    assert f"costs.json, line {number}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["h200-qwen3-0.6b", "h200-qwen3-8b"])
@@ -157,6 +182,15 @@ def test_a_plan_holds_the_slo_in_the_simulator_and_one_worker_less_does_not(
     for kind in ("prefill_workers", "decode_workers"):
         if serve[kind] > 1:
             assert good_share(**{kind: serve[kind] - 1}) < 0.99
+
+
+def test_a_plan_is_the_same_on_any_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--trace", LOAD, "--slo", "ttft=300ms", "--requests", "40", "--max-gpus", "4"]
+    printed = []
+    for num_processes in ("1", "3"):
+        assert main([*asked, "--processes", num_processes]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
 
 
 def test_a_plan_that_cannot_be_says_so(capsys: pytest.CaptureFixture[str]) -> None:

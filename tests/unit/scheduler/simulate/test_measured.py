@@ -3,13 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scheduler.errors import ConfigError
 from scheduler.messages import DecodeWorkerInfo, ModelInfo, PoolHandle, PrefillWorkerInfo
-from scheduler.simulate.calibrate import Answer, Calibration, calibrate, step_slowdown
+from scheduler.simulate.calibrate import Answer, Calibration, calibrate
 from scheduler.simulate.fleet_costs import FleetCosts, read_costs
 from scheduler.simulate.measured import measured_costs, without_hiccups, write_costs
 
@@ -18,7 +17,7 @@ MODEL = ModelInfo(
 )
 
 
-def of_workers(**changes: Any) -> FleetCosts:
+def of_workers(*, is_device_shared: bool = False, **changes: float) -> FleetCosts:
     pool = PoolHandle(
         decode_worker="decode-0",
         transport="shm",
@@ -56,11 +55,13 @@ def of_workers(**changes: Any) -> FleetCosts:
         attention_seconds_per_pair=1e-7,
         around_s=0.008,
         start_s=0.004,
-        prefill_slowdown=1.8,
-        decode_slowdown=1.5,
     )
     return measured_costs(
-        prefill, decode, replace(calibration, **changes), when=datetime(2026, 11, 30, tzinfo=UTC)
+        prefill,
+        decode,
+        replace(calibration, **changes),
+        is_device_shared=is_device_shared,
+        when=datetime(2026, 11, 30, tzinfo=UTC),
     )
 
 
@@ -70,7 +71,7 @@ def answer(*token_at_s: float, prefill_s: float = 0.0, sent_s: float = 0.0) -> A
 
 
 def test_what_the_idle_service_took_wins_over_what_workers_measured_at_their_start(tmp_path: Path) -> None:
-    costs = of_workers()
+    costs = of_workers(is_device_shared=True)
     write_costs(tmp_path / "costs.json", costs)
     assert read_costs(str(tmp_path / "costs.json")) == costs
     assert (costs.num_pages, costs.page_size, costs.max_model_len) == (64, 32, 512)
@@ -78,7 +79,9 @@ def test_what_the_idle_service_took_wins_over_what_workers_measured_at_their_sta
     assert costs.decode_seconds == {"2x2": 0.012, "4x4": pytest.approx(0.02 * 1.2)}
     assert costs.message_s == 0.002
     assert costs.http_s == pytest.approx(0.006)
-    assert (costs.prefill_slowdown, costs.decode_slowdown) == (1.8, 1.5)
+    assert (costs.prefill_slowdown, costs.decode_slowdown) == (2.0, 2.0)
+    assert costs.sources["prefill_slowdown"].startswith("not measured")
+    assert not of_workers().is_device_shared
     assert "2026-11-30" in costs.sources["prefill_seconds"]
 
 
@@ -92,15 +95,6 @@ def test_the_way_to_a_first_token_is_what_is_left_of_it() -> None:
     assert one.around_s == pytest.approx(0.01)
     assert one.first_gaps_s == [pytest.approx(0.06)]
     assert one.gaps_s == [pytest.approx(0.05), pytest.approx(0.05)]
-
-
-def test_steps_beside_prefills_are_compared_with_others_by_the_time_that_they_shared() -> None:
-    # Steps of 50 ms, two of them beside a prefill that makes steps 1.5 times as long, a third in part.
-    decoded = answer(0.0, 0.05, 0.10, 0.15, 0.225, 0.30, 0.36)
-    prefilled = answer(0.33, prefill_s=0.18)
-    assert step_slowdown([prefilled], [decoded]) == pytest.approx(1.5)
-    assert step_slowdown([], [decoded]) == 1.0
-    assert step_slowdown([prefilled], []) == 1.0
 
 
 def test_an_idle_service_is_asked_for_everything() -> None:
@@ -121,7 +115,6 @@ def test_an_idle_service_is_asked_for_everything() -> None:
         max_slots=8,
         step_sizes=(2, 8),
         max_model_len=512,
-        is_device_shared=False,
     )
     assert found.prefill_seconds == {
         16: pytest.approx(0.01 + 0.016 + 1e-6 * 8 * 2),
@@ -131,7 +124,6 @@ def test_an_idle_service_is_asked_for_everything() -> None:
     assert found.attention_seconds_per_pair == pytest.approx(1e-6)
     assert found.around_s == pytest.approx(0.006)
     assert found.start_s == pytest.approx(0.004)
-    assert (found.prefill_slowdown, found.decode_slowdown) == (1.0, 1.0)
 
 
 def test_a_small_batch_is_never_taken_to_last_longer_than_a_large_one() -> None:
