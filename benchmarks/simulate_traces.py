@@ -97,11 +97,11 @@ def draw(rows: list[tuple[Trace, Policy, int, dict[str, Any]]], path: Path) -> N
             )
             axis.plot(x, [f["p50"] for _, f in own], "o", color=f"C{i}", label=policy.name)
         axis.set_yscale("log")
-        axis.set_xticks(range(len(WORKERS)), [f"{n} workers" for n in WORKERS])
+        axis.set_xticks(range(len(WORKERS)), [f"{n} worker{'s' if n > 1 else ''}" for n in WORKERS])
         axis.set_title(trace.name)
         axis.grid(axis="y", which="both", alpha=0.2)
     axes[0].set_ylabel("TTFT in ms, p50 (dot) to p99")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(POLICIES))
     figure.savefig(path, dpi=90)
 
 

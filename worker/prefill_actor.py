@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 
+from scheduler.errors import StaleLeaseError
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
     HandoffResult,
     PoolHandle,
@@ -19,6 +22,7 @@ from scheduler.messages import (
     TokenEvent,
     WorkerConfig,
 )
+from scheduler.wire import ThreadReactor, Wire, WireServer, serve_actor
 from worker.figures import WorkerFigures
 from worker.pacing import Pacer
 
@@ -43,12 +47,22 @@ class PrefillWorker:
         self._sender: EventSender
         self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
+        # One thread touches the engine, whichever way a message came, and one waits for each batch's pages.
+        self._computing = ThreadPoolExecutor(1, "prefill")
+        self._handing_off = ThreadPoolExecutor(8, "handoff")
+        self._first_batch_id = 0
+        self._reactor = ThreadReactor("wire")
+        self._wire = Wire(self._reactor)
+        self._server: WireServer | None = None
 
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
 
     def load_model(self) -> None:
         """Load the model, while the decode workers make their pools. Raises `ConfigError` with the reason."""
+        self._computing.submit(self._load_model).result()
+
+    def _load_model(self) -> None:
         from worker import startup
 
         started = time.perf_counter()
@@ -60,6 +74,20 @@ class PrefillWorker:
 
         Raises `ConfigError` with the reason. A worker that is loaded only opens the pools that it does not have open.
         """
+        info = self._computing.submit(self._load_and_open, pools).result()
+        if self._server is None:
+            # Not earlier: what comes is for this process, of which the scheduler learns now.
+            self._server = serve_actor(
+                self._config.name,
+                self._reactor,
+                {
+                    "prefill": self._prefill_soon,
+                    "handed_off": lambda batch_id: self._handing_off.submit(self._handed_off, batch_id),
+                },
+            )
+        return info
+
+    def _load_and_open(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
         if self._info is None:
             self._info = self._load()
         started = time.perf_counter()
@@ -82,6 +110,7 @@ class PrefillWorker:
             warmup_seconds=self._info.warmup_seconds + time.perf_counter() - started,
             transports=self._engine.transports,
         )
+        freeze_what_is_loaded()
         return self._info
 
     def _load(self) -> PrefillWorkerInfo:
@@ -91,11 +120,11 @@ class PrefillWorker:
         from worker.prefill import PrefillEngine
 
         if self._model is None:
-            self.load_model()
+            self._load_model()
         config, model = self._config, self._model
         assert model is not None
         ladder = startup.choose_ladder(model, config)
-        self._sender = EventSender(config.name)
+        self._sender = EventSender(config.name, self._wire)
         self._engine = PrefillEngine(
             config.name,
             model,
@@ -122,15 +151,37 @@ class PrefillWorker:
 
     def attach(self, pool: PoolHandle) -> str:
         """Open the pool of a decode worker that joins; return the transport. Raises `ConfigError` with the reason."""
+        return self._computing.submit(self._attach, pool).result()
+
+    def _attach(self, pool: PoolHandle) -> str:
         self._engine.attach(pool)
         return self._engine.transports[pool.decode_worker]
 
     def detach(self, decode_worker: str) -> None:
         """Forget a decode worker that is gone."""
-        self._engine.detach(decode_worker)
+        self._computing.submit(self._engine.detach, decode_worker).result()
+
+    def retire(self, life: int) -> None:
+        """Return once no batch of a scheduler before `life` is computed: its pages are about to be given to others.
+
+        Those that still come are refused: ids of batches are not below the life of their scheduler.
+        """
+        self._first_batch_id = life
+        self._computing.submit(int).result()
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
+        return self._prefill_soon(batch).result()
+
+    def _prefill_soon(self, batch: PrefillBatch) -> Future[PrefillResult]:
+        return self._computing.submit(self._prefill, batch)
+
+    def _prefill(self, batch: PrefillBatch) -> PrefillResult:
+        if batch.batch_id < self._first_batch_id:
+            from worker.prefill_plan import failed_result
+
+            gone = StaleLeaseError(f"batch {batch.batch_id} is of a scheduler that is gone")
+            return failed_result(self._config.name, batch, gone)
         taken = time.perf_counter()
         time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
         try:
@@ -169,6 +220,9 @@ class PrefillWorker:
     @ray.method(concurrency_group="handoff")
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a computed batch have arrived at their decode worker, or cannot."""
+        return self._handed_off(batch_id)
+
+    def _handed_off(self, batch_id: int) -> HandoffResult:
         handoff = self._engine.handed_off(batch_id)
         self._figures.handed_off(handoff)
         return handoff

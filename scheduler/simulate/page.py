@@ -9,7 +9,8 @@ from typing import Any
 from scheduler.simulate.collector import Collector
 from scheduler.simulate.report import table
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 240, 56, 34
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM = 470, 240, 56, 24, 34
+"""In pixels; half of the last label of the x axis is in the margin to the right."""
 _COLOR = "#1f77b4"
 Points = Sequence[tuple[float, float]]
 
@@ -49,7 +50,7 @@ def _in_ms(points: Points) -> Points:
 def _plot(title: str, x_label: str, y_label: str, line: Points, *, bars: bool = False) -> str:
     x_most = max((x for x, _ in line), default=0.0) or 1.0
     y_most = max((y for _, y in line), default=0.0) or 1.0
-    inner_w, inner_h = _WIDTH - _LEFT - 10, _HEIGHT - _BOTTOM - 24
+    inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - 24
 
     def at(x: float, y: float) -> str:
         return f"{_LEFT + inner_w * x / x_most:.1f},{24 + inner_h * (1 - y / y_most):.1f}"
@@ -64,7 +65,7 @@ def _plot(title: str, x_label: str, y_label: str, line: Points, *, bars: bool = 
         parts.append(_text(at(x, 0), 0, 13, _figure(x), "middle"))
         parts.append(_text(at(0, y), -4, 4, _figure(y), "end"))
     parts.append(_text(f"{_LEFT + inner_w / 2},{_HEIGHT - 4}", 0, 0, x_label, "middle"))
-    parts.append(_text(f"{_WIDTH - 10},14", 0, 0, y_label, "end"))
+    parts.append(_text(f"{_WIDTH - _RIGHT},14", 0, 0, y_label, "end"))
     if bars:
         parts += [
             f'<polyline points="{at(x, 0)} {at(x, y)}" stroke="{_COLOR}" stroke-width="6"/>' for x, y in line

@@ -37,6 +37,7 @@ from scheduler.messages import (
     TokenEvents,
 )
 from scheduler.observe.registry import Registry
+from scheduler.wire import AsyncioReactor, Wire, serve_actor
 from scheduler.workers import create_actor
 from worker.decode_actor import DecodeWorker
 from worker.events import EventSender
@@ -107,7 +108,7 @@ class CountingDecodeWorker(DecodeWorker):
     def _load(self) -> DecodeWorkerInfo:
         self._engine = CountingDecode()  # type: ignore[assignment]
         self._pool = SimpleNamespace(fence=lambda epoch: None)  # type: ignore[assignment]
-        self._sender = EventSender("decode-0")
+        self._sender = EventSender("decode-0", self._wire)
         self._figures = WorkerFigures("decode", "decode-0", model="m")
         pool = PoolHandle(
             decode_worker="decode-0",
@@ -182,7 +183,7 @@ class CountingPrefill:
 class CountingPrefillWorker(PrefillWorker):
     def _load(self) -> PrefillWorkerInfo:
         self._engine = CountingPrefill()  # type: ignore[assignment]
-        self._sender = EventSender("prefill-0")
+        self._sender = EventSender("prefill-0", self._wire)
         self._figures = WorkerFigures("prefill", "prefill-0", model="m")
         return PrefillWorkerInfo(
             name="prefill-0",
@@ -208,13 +209,26 @@ class WatchedScheduler(Scheduler):
 class Server:
     """An ApiServer without HTTP."""
 
+    client: SchedulerClient
+
     def __init__(self, name: str) -> None:
-        admission = Admission(max_requests=256, max_tokens=100_000)
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
-        self.client = SchedulerClient(
-            scheduler, name=name, model=MODEL, admission=admission, registry=Registry()
-        )
+        self.name = name
         self.watching: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Talk to the others as an ApiServer does."""
+        reactor = AsyncioReactor()
+        wire = Wire(reactor)
+        self.client = SchedulerClient(
+            wire.handle(SCHEDULER_NAME),
+            name=self.name,
+            model=MODEL,
+            admission=Admission(max_requests=256, max_tokens=100_000),
+            registry=Registry(),
+            short_way=wire.peer(SCHEDULER_NAME),
+        )
+        self.server = serve_actor(self.name, reactor, {"deliver": self.client.deliver})
+        self.watching = asyncio.create_task(self.client.watch())
 
     async def deliver(self, events: TokenEvents) -> None:
         self.client.deliver(events)
@@ -222,7 +236,7 @@ class Server:
     async def complete(self, request: Request) -> list[int] | str:
         """Return the tokens of a request, or its error."""
         if self.watching is None:
-            self.watching = asyncio.create_task(self.client.watch())
+            self.begin()
         tokens: list[int] = []
         try:
             stream = await self.client.submit([request])
