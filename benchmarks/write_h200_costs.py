@@ -110,7 +110,7 @@ _COMMON_SOURCES = {
     f"a sequence (docs/prefill-graphs.md, {DATE}); counted for what exceeds the measured batches",
     "num_pages": "computed: a GPU of 139 GiB less weights and 10 GiB",
     "message_s": f"measured on two cores of a CPU, by sockets, benchmarks/hops.py: docs/latency.md, {DATE}",
-    "http_s": f"likewise with eight requests at once: to the first client's token 5.5 ms, of which the batch's forming and "
+    "http_s": f"likewise with eight requests at once: to the first token 5.5 ms, of which the batch's forming and "
     f"message are 1.1; {DATE}",
 }
 

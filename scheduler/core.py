@@ -124,7 +124,8 @@ class SchedulerCore:
 
     def wake_at(self) -> float | None:
         """Return when `tick` must be called if nothing happens before, or None."""
-        return self._former.wake_at() if self._prefill.num_idle else None
+        wake_at = self._former.wake_at()
+        return wake_at if wake_at is not None and self._prefill.num_idle else None
 
     # What happens.
 

@@ -55,9 +55,6 @@ class Balance(NamedTuple):
     """Sequences that must leave; `release` them when nobody touches their pages any more."""
 
 
-_NOTHING = Balance([], [])
-
-
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
@@ -79,6 +76,11 @@ class DecodePool:
 
     def __len__(self) -> int:
         return len(self._tenants)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a sequence should have more pages than it has."""
+        return bool(self._short)
 
     @property
     def name(self) -> str:
@@ -155,8 +157,6 @@ class DecodePool:
 
     def balance(self) -> Balance:
         """Grant pages to those that are short of them, oldest first; name those that must leave if too few are free."""
-        if not self._short:
-            return _NOTHING
         grants: list[PageGrant] = []
         for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
             wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
@@ -221,8 +221,8 @@ class DecodePools:
         self._away: dict[str, int] = {}
         self._page_size = 0
         self._placement = DecodePlacement()
-        self._changed: dict[str, DecodePool] = {}
-        """Those that may have to be balanced."""
+        self._unbalanced: dict[str, DecodePool] = {}
+        """Those that are short of pages and changed since they were balanced."""
         self._misplaced: dict[str, DecodePool] = {}
         """Those whose place may be another one. They are placed when one is chosen, not at each change."""
         self._draining: dict[str, DecodePool] = {}
@@ -292,7 +292,7 @@ class DecodePools:
     def remove(self, name: str) -> None:
         """Forget a pool and all leases on it."""
         del self._pools[name]
-        self._changed.pop(name, None)
+        self._unbalanced.pop(name, None)
         self._misplaced.pop(name, None)
         self._draining.pop(name, None)
         self._max_total_tokens = None
@@ -318,12 +318,14 @@ class DecodePools:
 
     def changed(self, pool: DecodePool) -> None:
         """Take in that a pool's leases changed."""
-        self._changed[pool.name] = self._misplaced[pool.name] = pool
+        self._misplaced[pool.name] = pool
+        if pool.is_short:
+            self._unbalanced[pool.name] = pool
 
     def balance(self) -> Iterator[tuple[str, Balance]]:
         """Yield what is to be done at each decode worker whose leases changed."""
-        changed, self._changed = self._changed, {}
-        for name, pool in changed.items():
+        unbalanced, self._unbalanced = self._unbalanced, {}
+        for name, pool in unbalanced.items():
             balance = pool.balance()
             self._misplaced[name] = pool
             yield name, balance

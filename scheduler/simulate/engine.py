@@ -128,14 +128,16 @@ class Simulation:
 
     def _tick(self, now: float) -> None:
         """Carry out what the core wants after what it was told, and note when it wants to be asked again."""
-        core = self._core
-        wake_at = core.wake_at()
-        may_form = self._may_form or (wake_at is not None and wake_at <= now)
+        may_form = self._may_form or self._core_wakes_at() <= now
         self._may_form = self._has_news = False
-        for action in core.tick(now, may_form=may_form):
+        for action in self._core.tick(now, may_form=may_form):
             self._perform(action, now)
-        wake_at = core.wake_at()
-        self._wake_at = inf if wake_at is None or wake_at <= now else wake_at
+        wake_at = self._core_wakes_at()
+        self._wake_at = wake_at if wake_at > now else inf
+
+    def _core_wakes_at(self) -> float:
+        wake_at = self._core.wake_at()
+        return inf if wake_at is None else wake_at
 
     def _arrive(self, request_id: str, arrival: Arrival, now: float) -> None:
         self._may_form = self._has_news = True

@@ -93,11 +93,12 @@ class FleetCosts:
 
     def check(self, *, max_num_seqs: int) -> None:
         """Raise `CostModelError` if a step of so many sequences has no bucket."""
-        if max_num_seqs > self._step_sizes[-1]:
+        most = len(self.step_seconds) - 1
+        if max_num_seqs > most:
             raise CostModelError(
                 "decode_seconds",
                 f"decode_seconds of cost model {self.name} must have a bucket of {max_num_seqs} sequences "
-                f"(max_num_seqs), the largest is {self._step_sizes[-1]}",
+                f"(max_num_seqs), the largest is {most}",
             )
 
     @cached_property
@@ -106,12 +107,11 @@ class FleetCosts:
         return CostModel(seconds_by_tokens(self.prefill_seconds))
 
     @cached_property
-    def _step_table(self) -> dict[int, float]:
-        return seconds_by_tokens(self.decode_seconds)
-
-    @cached_property
-    def _step_sizes(self) -> list[int]:
-        return sorted(self._step_table)
+    def step_seconds(self) -> list[float]:
+        """Seconds of a decode step of so many sequences, what their context adds not counted."""
+        table = seconds_by_tokens(self.decode_seconds)
+        sizes = sorted(table)
+        return [table[sizes[bisect_left(sizes, n)]] for n in range(sizes[-1] + 1)]
 
     @cached_property
     def _max_slots(self) -> int:
@@ -135,10 +135,6 @@ class FleetCosts:
             measured = sum(num_tokens * num_tokens for num_tokens in padded) / (2 * self._max_slots)
             seconds += self.attention_seconds_per_pair * max(0.0, pairs - measured)
         return seconds, sum(padded) - total
-
-    def step(self, num_sequences: int) -> float:
-        """Return the seconds of a decode step of so many sequences, what their context adds not counted."""
-        return self._step_table[self._step_sizes[bisect_left(self._step_sizes, num_sequences)]]
 
     def on_other_gpu(self, *, flops_ratio: float, bandwidth_ratio: float) -> FleetCosts:
         """Return a roofline extrapolation to a GPU of so many times the FLOP/s and the memory bandwidth."""

@@ -158,7 +158,7 @@ def test_another_gpu_is_marked_as_extrapolated_and_bound_by_bandwidth_where_this
     assert "not measured" in other.sources["prefill_seconds"]
     assert other.prefill_seconds["8192x8"] == pytest.approx(this.prefill_seconds["8192x8"] / 10)
     assert other.prefill_seconds["16x8"] == pytest.approx(this.prefill_seconds["16x8"] * 2)
-    assert other.step(8) == pytest.approx(2 * this.step(8))
+    assert other.step_seconds[8] == pytest.approx(2 * this.step_seconds[8])
 
 
 def test_a_plan_holds_the_slo_in_the_simulator_and_one_worker_less_does_not(
