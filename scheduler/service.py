@@ -137,6 +137,8 @@ def _write_cost_model(path: Path, service: RunningService, config: ServeConfig) 
         prefill,
         decode,
         max_batch_requests=config.max_batch_requests,
+        max_batch_tokens=config.max_batch_tokens,
+        takes_whole_groups=config.batch_policy == "fixed",
         is_device_shared=decode.device == "cpu" or num_workers > _num_gpus(),
     )
     write_costs(path, costs)

@@ -22,14 +22,20 @@ def measure(
     decode: DecodeWorkerInfo,
     *,
     max_batch_requests: int,
+    max_batch_tokens: int | None,
+    takes_whole_groups: bool,
     is_device_shared: bool,
 ) -> FleetCosts:
-    """Calibrate an idle service with such workers, and return its costs. Raises `ConfigError` if it does not answer."""
+    """Calibrate an idle service with such workers, and return its costs. Raises `ConfigError` if it does not answer.
+
+    `takes_whole_groups`: its policy makes one batch of as many prompts as a batch may have, if they come together.
+    """
+    buckets = sorted({int(name.partition("x")[0]) for name in prefill.bucket_seconds})
     steps = sorted(int(name.partition("x")[0]) for name in decode.bucket_seconds)
     calibration = calibrate(
         ask,
-        prefill_tokens=sorted({int(name.partition("x")[0]) for name in prefill.bucket_seconds}),
-        max_slots=max_batch_requests,
+        prefill_tokens=[size for size in buckets if max_batch_tokens is None or size <= max_batch_tokens],
+        max_slots=max_batch_requests if takes_whole_groups else 1,
         # Larger ones would take several prefills to begin.
         step_sizes=[size for size in steps if size <= max_batch_requests] or steps[:1],
         max_model_len=prefill.model.max_model_len,
