@@ -60,6 +60,7 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     num_tokens = (figures["prompt_tokens_per_s"] + figures["output_tokens_per_s"]) * figures["seconds"]
     cost = 2 * 3.6 * figures["seconds"] / 3600
     assert figures["cost_per_million_tokens"] == pytest.approx(1e6 * cost / num_tokens, rel=1e-4)
+    assert max(figures["queue_over_time"]["most_waiting"]) > 0
     sizes = figures["batches"]["by_requests"]
     assert sum(int(size) * count for size, count in sizes.items()) == 300
 
