@@ -52,14 +52,15 @@ from scheduler.workers import create_actor
 from worker.events import EventSender
 from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
+from worker.prefill_plan import Known
 
-_BURST = 8
+BURST = 8
 _WAYS = ("ray", "wire")
 _BLOCKS = 4
-_MODEL = ModelInfo(
+MODEL = ModelInfo(
     name="stub", max_model_len=4096, vocab_size=1000, eos_token_ids=(0,), dtype="bfloat16", num_parameters=1
 )
-_LIMITS = QueueLimits(max_requests=1000, max_tokens=1_000_000)
+LIMITS = QueueLimits(max_requests=1000, max_tokens=1_000_000)
 _STATIONS = (
     "the last body is read",
     "the ApiServer submits",
@@ -150,9 +151,14 @@ class NoEngine:
 
     is_decoding = False
 
-    def run(self, batch: PrefillBatch) -> PrefillResult:
+    def start(self, batch: PrefillBatch) -> Known:
         """Compute nothing."""
         Stations.note("the worker has it")
+        return Known(self.result_of(batch, 1e-5))
+
+    @staticmethod
+    def result_of(batch: PrefillBatch, seconds: float) -> PrefillResult:
+        """Return what a batch that took so long gives."""
         return PrefillResult(
             batch_id=batch.batch_id,
             worker="prefill-0",
@@ -163,7 +169,7 @@ class NoEngine:
             num_tokens=sum(item.request.num_prefill_tokens for item in batch.items),
             padding_tokens=0,
             replays={},
-            seconds=1e-5,
+            seconds=seconds,
         )
 
 
@@ -177,7 +183,7 @@ class TimedPrefillWorker(PrefillWorker, Timed):
         self._figures = WorkerFigures("prefill", "prefill-0", model="stub")
         return PrefillWorkerInfo(
             name="prefill-0",
-            model=_MODEL,
+            model=MODEL,
             buckets=(),
             graph_bytes=0,
             uses_cuda_graphs=False,
@@ -233,7 +239,7 @@ class Asker:
                     sampling=SamplingParams(max_tokens=1),
                 ),
             )
-            for i in range(_BURST)
+            for i in range(BURST)
         )
         seconds: dict[str, list[float]] = defaultdict(list)
         for i in range(count * len(_WAYS)):
@@ -250,7 +256,7 @@ async def _bursts(url: str, count: int) -> list[tuple[float, list[float]]]:
     for number in range(count):
         bodies = [
             json.dumps({"model": "stub", "prompt": [1 + number % 900] * 16, "max_tokens": 1, "stream": True})
-            for _ in range(_BURST)
+            for _ in range(BURST)
         ]
         started = time.perf_counter()
         answers = await asyncio.gather(*(client.ask(body.encode()) for body in bodies))
@@ -260,11 +266,13 @@ async def _bursts(url: str, count: int) -> list[tuple[float, list[float]]]:
     return bursts
 
 
-def _start(folder: str) -> tuple[str, list[Any]]:
-    """Start the actors; return the URL, and those that note stations."""
-    worker = SimpleNamespace(name="prefill-0", model_name="stub", decode_share=0.0)
-    prefill = create_actor(TimedPrefillWorker, "prefill-0", worker, groups={"handoff": 8, "life": 1})
-    _keep.append(create_actor(NoDecode, "decode-0", "decode-0", max_concurrency=4))
+def worker_config(**more: Any) -> Any:
+    """Return what the worker is told."""
+    return SimpleNamespace(name="prefill-0", model_name="stub", decode_share=0.0, **more)
+
+
+def decode_info() -> DecodeWorkerInfo:
+    """Return what `NoDecode` would say of itself."""
     pool = PoolHandle(
         decode_worker="decode-0",
         transport="stub",
@@ -274,35 +282,42 @@ def _start(folder: str) -> tuple[str, list[Any]]:
         page_size=64,
         size_bytes=0,
     )
-    decode_info = DecodeWorkerInfo(
+    return DecodeWorkerInfo(
         name="decode-0",
-        model=_MODEL,
+        model=MODEL,
         pool=pool,
         max_num_seqs=64,
         device="stub",
         load_seconds=0.0,
         weights_bytes=0,
     )
+
+
+def _start(folder: str) -> tuple[str, list[Any]]:
+    """Start the actors; return the URL, and those that note stations."""
+    prefill = create_actor(TimedPrefillWorker, "prefill-0", worker_config(), groups={"handoff": 8, "life": 1})
+    _keep.append(create_actor(NoDecode, "decode-0", "decode-0", max_concurrency=4))
+    info = decode_info()
     scheduler = create_actor(
         TimedScheduler,
         SCHEDULER_NAME,
         SchedulerConfig(
             batch_policy="fixed",
-            max_batch_requests=_BURST,
+            max_batch_requests=BURST,
             batch_timeout_s=0.5,
             max_batch_tokens=None,
-            queue_limits=_LIMITS,
+            queue_limits=LIMITS,
         ),
     )
-    ray.get(scheduler.start.remote((decode_info,), (ray.get(prefill.load.remote((pool,))),)))
+    ray.get(scheduler.start.remote((info,), (ray.get(prefill.load.remote((info.pool,))),)))
     config = ApiServerConfig(
         name="api-0",
         host="127.0.0.1",
         port=0,
         model_folder=folder,
-        model=_MODEL,
-        max_queued_requests=_LIMITS.max_requests,
-        max_queued_tokens=_LIMITS.max_tokens,
+        model=MODEL,
+        max_queued_requests=LIMITS.max_requests,
+        max_queued_tokens=LIMITS.max_tokens,
         settings=AppSettings(model_names=("stub",)),
     )
     api_server = create_actor(TimedApiServer, "api-0", config)
@@ -316,7 +331,7 @@ _keep: list[Any] = []
 def measure(num_bursts: int) -> dict[str, dict[str, float]]:
     """Return the median milliseconds after a burst was sent at which each station was reached, by way."""
     with tempfile.TemporaryDirectory() as folder:
-        vocabulary = {f"w{i}": i for i in range(_MODEL.vocab_size)}
+        vocabulary = {f"w{i}": i for i in range(MODEL.vocab_size)}
         Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(f"{folder}/tokenizer.json")
         url, actors = _start(folder)
         asyncio.run(_bursts(url, 20))

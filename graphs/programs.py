@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -246,12 +247,16 @@ class _Stage:
 
     def free(self) -> None:
         """Wait for the batch that still uses this memory, if there is one. Its ticket keeps the result."""
-        if self._ticket is not None:
-            self._ticket.result()
+        ticket = self._ticket
+        if ticket is not None:
+            ticket.result()
 
 
 class _CudaTicket:
+    """A batch's result, which one thread may take while another needs its memory for the next batch."""
+
     def __init__(self, stage: _Stage, count: int, *, reported: bool) -> None:
+        self._lock = threading.Lock()
         self._stage = stage
         self._count = count
         self._reported = reported
@@ -268,6 +273,7 @@ class _CudaTicket:
         return self._take()[1]
 
     def _take(self) -> tuple[list[int], NDArray[np.int32]]:
-        if self._taken is None:
-            self._taken = self._stage.take(self._count, reported=self._reported)
-        return self._taken
+        with self._lock:
+            if self._taken is None:
+                self._taken = self._stage.take(self._count, reported=self._reported)
+            return self._taken

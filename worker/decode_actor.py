@@ -165,6 +165,7 @@ class DecodeWorker:
         """
         from worker.failures import end_process
 
+        self._wire.handle(SCHEDULER_NAME)  # kept: no step is to fail because the scheduler has just ended
         numbers = count(1)
         with self._stepping:
             try:

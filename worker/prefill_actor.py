@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ from scheduler.messages import (
 from scheduler.wire import ThreadReactor, Wire, WireServer, serve_actor
 from worker.figures import WorkerFigures
 from worker.pacing import Pacer
+from worker.prefill_pipeline import PrefillPipeline
+from worker.prefill_plan import Known, Started, failed_result
 
 if TYPE_CHECKING:
     from worker.events import EventSender
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class PrefillWorker:
-    """Computes prefill batches, one after the other, in the order in which the scheduler sends them."""
+    """Computes prefill batches, one after the other, in the order in which the scheduler sends them.
+
+    What touches the engine does so in the pipeline's threads.
+    """
 
     # torch and the model are imported in `load`, in the actor's own process: the process that starts the actor
     # imports this class, and needs neither.
@@ -47,8 +52,7 @@ class PrefillWorker:
         self._sender: EventSender
         self._info: PrefillWorkerInfo | None = None
         self._pacer = Pacer(config.decode_share)
-        # One thread touches the engine, whichever way a message came, and one waits for each batch's pages.
-        self._computing = ThreadPoolExecutor(1, "prefill")
+        self._pipeline = PrefillPipeline(self, fail=self._end)
         self._handing_off = ThreadPoolExecutor(8, "handoff")
         self._first_batch_id = 0
         self._reactor = ThreadReactor("wire")
@@ -60,7 +64,7 @@ class PrefillWorker:
 
     def load_model(self) -> None:
         """Load the model, while the decode workers make their pools. Raises `ConfigError` with the reason."""
-        self._computing.submit(self._load_model).result()
+        self._pipeline.call(self._load_model)
 
     def _load_model(self) -> None:
         from worker import startup
@@ -74,14 +78,14 @@ class PrefillWorker:
 
         Raises `ConfigError` with the reason. A worker that is loaded only opens the pools that it does not have open.
         """
-        info = self._computing.submit(self._load_and_open, pools).result()
+        info: PrefillWorkerInfo = self._pipeline.call(lambda: self._load_and_open(pools))
         if self._server is None:
             # Not earlier: what comes is for this process, of which the scheduler learns now.
             self._server = serve_actor(
                 self._config.name,
                 self._reactor,
                 {
-                    "prefill": self._prefill_soon,
+                    "prefill": self._pipeline.submit,
                     "handed_off": lambda batch_id: self._handing_off.submit(self._handed_off, batch_id),
                 },
             )
@@ -151,7 +155,8 @@ class PrefillWorker:
 
     def attach(self, pool: PoolHandle) -> str:
         """Open the pool of a decode worker that joins; return the transport. Raises `ConfigError` with the reason."""
-        return self._computing.submit(self._attach, pool).result()
+        transport: str = self._pipeline.call(lambda: self._attach(pool))
+        return transport
 
     def _attach(self, pool: PoolHandle) -> str:
         self._engine.attach(pool)
@@ -159,7 +164,7 @@ class PrefillWorker:
 
     def detach(self, decode_worker: str) -> None:
         """Forget a decode worker that is gone."""
-        self._computing.submit(self._engine.detach, decode_worker).result()
+        self._pipeline.call(lambda: self._engine.detach(decode_worker))
 
     def retire(self, life: int) -> None:
         """Return once no batch of a scheduler before `life` is computed: its pages are about to be given to others.
@@ -167,31 +172,37 @@ class PrefillWorker:
         Those that still come are refused: ids of batches are not below the life of their scheduler.
         """
         self._first_batch_id = life
-        self._computing.submit(int).result()
+        self._pipeline.call(lambda: None)
 
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Compute a batch: first tokens go straight to the ApiServers, the result to the scheduler."""
-        return self._prefill_soon(batch).result()
+        return self._pipeline.submit(batch).result()
 
-    def _prefill_soon(self, batch: PrefillBatch) -> Future[PrefillResult]:
-        return self._computing.submit(self._prefill, batch)
+    # The pipeline's steps.
 
-    def _prefill(self, batch: PrefillBatch) -> PrefillResult:
+    def pause_s(self) -> float | None:
+        """Return how long the device is decode's alone, None if it is to have no share of its own."""
+        if not self._config.decode_share:
+            return None
+        # A batch that was started ahead could not be held back if the one before it gives decode something to do.
+        return self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding)
+
+    def begin(self, batch: PrefillBatch) -> Started:
+        """Start a batch."""
         if batch.batch_id < self._first_batch_id:
-            from worker.prefill_plan import failed_result
-
             gone = StaleLeaseError(f"batch {batch.batch_id} is of a scheduler that is gone")
-            return failed_result(self._config.name, batch, gone)
-        taken = time.perf_counter()
-        time.sleep(self._pacer.wait_s(time.monotonic(), is_decoding=self._engine.is_decoding))
-        try:
-            result = self._engine.run(batch)
-        except Exception as error:
-            from worker.failures import end_process
+            return Known(failed_result(self._config.name, batch, gone))
+        return self._engine.start(batch)
 
-            end_process(self._config.name, error)
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        """Compute a batch item by item."""
+        return self._engine.recover(batch, error)
+
+    def finish(
+        self, batch: PrefillBatch, result: PrefillResult, *, waited_s: float, prefill_s: float
+    ) -> PrefillResult:
+        """Send the first tokens to the ApiServers, and return what the scheduler is to have."""
         self._pacer.computed(result.seconds, time.monotonic())
-        prefill_s = time.perf_counter() - taken
         self._sender.send(
             (
                 item.request.api_server,
@@ -203,7 +214,7 @@ class PrefillWorker:
                     finish_reason=outcome.finish_reason,
                     logprobs=outcome.logprobs,
                     prompt_logprobs=outcome.prompt_logprobs,
-                    timing=Timing(queued_s=item.queued_s, held_s=item.held_s, prefill_s=prefill_s),
+                    timing=Timing(queued_s=item.queued_s + waited_s, held_s=item.held_s, prefill_s=prefill_s),
                 ),
             )
             for item, outcome in zip(batch.items, result.outcomes, strict=True)
@@ -215,6 +226,11 @@ class PrefillWorker:
             result,
             outcomes=tuple(replace(o, logprobs=None, prompt_logprobs=None) for o in result.outcomes),
         )
+
+    def _end(self, error: Exception) -> None:
+        from worker.failures import end_process
+
+        end_process(self._config.name, error)
 
     # In threads of its own, so that the next batch is computed meanwhile.
     @ray.method(concurrency_group="handoff")

@@ -70,6 +70,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
         self._prefill_runs: dict[str, int] = {}
+        self._prefill_busy_until: dict[str, float] = {}
+        """When each prefill worker is done with what it was given."""
         self._decode: dict[str, VirtualDecodeWorker] = {}
         self._planned: dict[str, float] = {}
         """When each decode worker's next event is."""
@@ -190,6 +192,7 @@ class Simulation:
 
     def _join_prefill(self, name: str, now: float) -> None:
         self._prefill_runs[name] = self._prefill_runs.get(name, 0) + 1
+        self._prefill_busy_until[name] = now
         self._core.add_prefill_worker(
             PrefillWorkerInfo(
                 name=name,
@@ -228,7 +231,10 @@ class Simulation:
         )
         message_s, run = self._costs.message_s, self._prefill_runs[name]
         if self._devices is None:
-            self._at(now + 2 * message_s + seconds, self._computed, (result, run))
+            # One that was sent ahead begins when the one before it is done.
+            done_at = max(now + message_s, self._prefill_busy_until[name]) + seconds
+            self._prefill_busy_until[name] = done_at
+            self._at(done_at + message_s, self._computed, (result, run))
         else:
             self._at(now + message_s, self._begin, (result, run))
 

@@ -41,12 +41,23 @@ class SharedDevices:
         self._changed = changed
         self._batches: dict[str, _Batch] = {}
         """By the decode worker of the same device."""
+        self._ahead: dict[str, list[tuple[float, Callable[[float, float], None]]]] = {}
+        """What comes after them: seconds, and whom to tell."""
 
     def begin(
         self, prefill_worker: str, seconds: float, now: float, done: Callable[[float, float], None]
     ) -> None:
-        """Compute a batch that takes so long on a device of its own; `done` is told how long it took, and when."""
+        """Compute a batch that takes so long on a device of its own, once the one before it is done.
+
+        `done` is told how long it took, and when.
+        """
         name = _neighbour(prefill_worker)
+        if name in self._batches:
+            self._ahead.setdefault(name, []).append((seconds, done))
+        else:
+            self._begin(name, seconds, now, done)
+
+    def _begin(self, name: str, seconds: float, now: float, done: Callable[[float, float], None]) -> None:
         batch = _Batch(begun_s=now, left_s=seconds, since_s=now, slowness=1.0, done=done)
         self._batches[name] = batch
         worker = self._decode.get(name)
@@ -57,7 +68,9 @@ class SharedDevices:
 
     def drop(self, prefill_worker: str, now: float) -> None:
         """A prefill worker died."""
-        self._end(_neighbour(prefill_worker), now)
+        name = _neighbour(prefill_worker)
+        self._ahead.pop(name, None)
+        self._end(name, now)
 
     def joined(self, worker: VirtualDecodeWorker, now: float) -> None:
         """A decode worker is there, while a batch may be computed beside it."""
@@ -88,6 +101,9 @@ class SharedDevices:
         if self._batches.get(name) is batch and batch.ends_s == planned_s:
             self._end(name, now)
             batch.done(now - batch.begun_s, now)
+            if self._ahead.get(name):
+                seconds, done = self._ahead[name].pop(0)
+                self._begin(name, seconds, now, done)
 
     def _end(self, name: str, now: float) -> None:
         self._batches.pop(name, None)

@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.wire.pickling import dumps
+
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Of one message. The longest prompts of a whole batch are a tenth of it."""
 
@@ -61,7 +63,7 @@ class BrokenFrameError(ValueError):
 
 def encode(message: Message) -> bytes:
     """Return a message as a frame. Raises `FrameTooLargeError`, or whatever pickle raises for what it cannot take."""
-    body = pickle.dumps(message, protocol=5)
+    body = dumps(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLargeError(f"a message must have <= {MAX_FRAME_BYTES} bytes, got {len(body)}")
     return _LENGTH.pack(len(body)) + body

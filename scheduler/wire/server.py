@@ -42,6 +42,7 @@ class WireServer:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._listener: _Listener | None = None
         self._is_closed = False
+        self._has_warned = False
         self._listen()
 
     @property
@@ -83,7 +84,10 @@ class WireServer:
             self._reactor.later(_RETRY_S, self._listen)
             return
         if not has_our_user(connection):
-            _LOG.warning("a connection of another user is closed")
+            # Once: whoever it is could fill the log.
+            if not self._has_warned:
+                _LOG.warning("connections of another user are closed")
+                self._has_warned = True
             connection.close()
             return
         connection.setblocking(False)

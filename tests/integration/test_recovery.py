@@ -23,10 +23,12 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     Figures,
+    Lease,
     ModelInfo,
     PageGrant,
     PoolHandle,
     PrefillBatch,
+    PrefillItem,
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
@@ -43,6 +45,7 @@ from worker.decode_actor import DecodeWorker
 from worker.events import EventSender
 from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
+from worker.prefill_plan import Known
 
 MODEL = ModelInfo(
     name="m", max_model_len=512, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -158,7 +161,7 @@ class CountingPrefill:
     def detach(self, name: str) -> None:
         self.pools.pop(name, None)
 
-    def run(self, batch: PrefillBatch) -> PrefillResult:
+    def start(self, batch: PrefillBatch) -> Known:
         time.sleep(0.02)
         requests = [item.request for item in batch.items]
         if any(request.prompt_token_ids[0] == 9 for request in requests):
@@ -169,15 +172,20 @@ class CountingPrefill:
             )
             for request in requests
         )
-        return PrefillResult(
-            batch_id=batch.batch_id,
-            worker="prefill-0",
-            outcomes=outcomes,
-            num_tokens=1,
-            padding_tokens=0,
-            replays={},
-            seconds=0.02,
+        return Known(
+            PrefillResult(
+                batch_id=batch.batch_id,
+                worker="prefill-0",
+                outcomes=outcomes,
+                num_tokens=1,
+                padding_tokens=0,
+                replays={},
+                seconds=0.02,
+            )
         )
+
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        raise error
 
 
 class CountingPrefillWorker(PrefillWorker):
@@ -325,6 +333,12 @@ def test_deaths_and_hangs_of_any_part_change_no_answer(actors: dict[str, Any]) -
         late = requests(f"{i}-c", 4)
         answers += [server.complete.remote(request) for request in late]
         assert ray.get(answers, timeout=60) == [expected(request) for request in asked + late]
+    # A batch of the scheduler that died, which comes late, writes nothing into pages that others have now.
+    (request,) = requests("late", 1)
+    item = PrefillItem(request=request, lease=Lease(decode_worker="decode-0", epoch=1, page_ids=(1,)))
+    late_batch = PrefillBatch(batch_id=1, decode_worker="decode-0", items=(item,))
+    (outcome,) = ray.get(actors["prefill"].prefill.remote(late_batch)).outcomes
+    assert outcome.error_label == "stale_lease"
     gauges = ray.get(actors["scheduler"].metrics.remote(Figures())).gauges
     assert gauges["purefill_kv_pages"]["decode", "decode-0", "free"] == NUM_PAGES
     assert gauges["purefill_live_requests"][()] == 0
