@@ -90,6 +90,11 @@ class RequestBook:
         return len(self._former) + len(self._alone)
 
     @property
+    def num_alone(self) -> int:
+        """Those of them that are to be prefilled alone."""
+        return len(self._alone)
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the requests in the queue."""
         return self._former.num_tokens + sum(queued.num_tokens for queued in self._alone.values())
@@ -213,11 +218,11 @@ class RequestBook:
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
         """A decode worker touches a sequence's pages no more. If it has not ended, it waits again."""
         entry = self.entries.get(ref.request_id)
-        if ref in pool and entry is not None and entry.holds(ref) and entry.requeue_reason is None:
+        if ref in pool and entry is not None and entry.holds(ref.epoch) and entry.requeue_reason is None:
             pool.ledger.forget(ref)
         if not pool.release(ref):
             return
-        if entry is not None and entry.holds(ref):
+        if entry is not None and entry.holds(ref.epoch):
             if entry.requeue_reason is None:
                 self._observer.refused("read")
             self.requeue(entry, entry.requeue_reason or "stale_lease", now)

@@ -50,6 +50,7 @@ class LiveRequest:
     """The digests of its blocks of tokens; None if they are not to be cached."""
     num_usable_blocks: int = 0
     """How many of them may come from the cache, as of when it was last queued."""
+    _ref: SequenceRef | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,11 +61,13 @@ class LiveRequest:
     def ref(self) -> SequenceRef:
         """What the decode worker knows it by, while it has a lease."""
         assert self.lease is not None
-        return SequenceRef(request_id=self.request.request_id, epoch=self.lease.epoch)
+        if self._ref is None or self._ref.epoch != self.lease.epoch:
+            self._ref = SequenceRef(request_id=self.request.request_id, epoch=self.lease.epoch)
+        return self._ref
 
-    def holds(self, ref: SequenceRef) -> bool:
-        """Whether it has this very lease."""
-        return self.lease is not None and self.lease.epoch == ref.epoch
+    def holds(self, epoch: int) -> bool:
+        """Whether it has the lease of this epoch."""
+        return self.lease is not None and self.lease.epoch == epoch
 
     def count_usable_blocks(self) -> None:
         """See how many of its first blocks may come from the cache: at least its last token must be computed."""

@@ -47,7 +47,7 @@ class PageLedger:
         self._max_sequences = info.max_num_seqs
         self._epochs = epoch_source
         self._num_used = 0
-        """Pages that were ever leased: those from 1 to this one. A fresh pool gives out ascending pages."""
+        """Pages that were ever leased: those from 1 to this one, so that a fresh pool gives out consecutive pages."""
         self._returned: list[int] = []
         """Those of them that are free again, taken from the end."""
         self._leases: dict[int, list[int]] = {}

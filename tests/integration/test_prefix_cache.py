@@ -14,8 +14,8 @@ from tests.support.data import shared_file
 from tests.support.reference import TIE_LOGITS
 from tests.support.service import Service
 
-NUM_CONVERSATIONS = 8
-NEW_TOKENS = 32
+NUM_CONVERSATIONS = 6
+NEW_TOKENS = 16
 BLOCK_TOKENS = 64
 
 
@@ -38,11 +38,13 @@ def conversations() -> list[list[str]]:
     ]
 
 
-async def complete(client: httpx.AsyncClient, service: Service, prompt: list[int], salt: str) -> Turn:
+async def complete(
+    client: httpx.AsyncClient, service: Service, prompt: list[int], salt: str, max_tokens: int = NEW_TOKENS
+) -> Turn:
     body = {
         "model": service.model,
         "prompt": prompt,
-        "max_tokens": NEW_TOKENS,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "logprobs": 2,
         "return_token_ids": True,
@@ -79,7 +81,7 @@ def test_conversations_have_the_same_tokens_as_without_a_cache(
     """Every second turn finds its first one cached. What it is compared with has a salt of its own."""
     salt = uuid.uuid4().hex
     instruction = (
-        "You are a helpful assistant. Answer as briefly as you can, and say so if you do not know. " * 16
+        "You are a helpful assistant. Answer as briefly as you can, and say so if you do not know. " * 13
     )
 
     async def converse(client: httpx.AsyncClient, texts: list[str]) -> list[tuple[Turn, Turn]]:
@@ -122,10 +124,10 @@ def test_a_reset_forgets_what_was_cached(service: Service) -> None:
 
     async def run() -> list[int]:
         async with httpx.AsyncClient(base_url=service.url, timeout=300) as client:
-            cached = [(await complete(client, service, prompt, salt)).num_cached for _ in range(2)]
+            cached = [(await complete(client, service, prompt, salt, 1)).num_cached for _ in range(2)]
             reset: dict[str, Any] = (await client.post("/reset_prefix_cache")).raise_for_status().json()
             assert reset["num_blocks"] >= 3
-            return [*cached, (await complete(client, service, prompt, salt)).num_cached]
+            return [*cached, (await complete(client, service, prompt, salt, 1)).num_cached]
 
     assert asyncio.run(run()) == [0, 3 * BLOCK_TOKENS, 0]
     assert service.metric("purefill_prefix_cache_pages") > 0

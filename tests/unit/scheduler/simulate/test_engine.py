@@ -113,10 +113,19 @@ def test_the_slo_counts_requests_that_keep_every_limit() -> None:
 def test_a_worker_beside_another_on_one_device_makes_both_slower() -> None:
     arrivals = [Arrival(0.0, 64, 100), Arrival(0.1, 500, 1)]
     alone, _ = run(arrivals)
-    beside, _ = run(arrivals, of=costs(shared_slowdown=2.0))
+    beside, _ = run(arrivals, of=costs(prefill_slowdown=2.0, decode_slowdown=2.0))
     assert beside[0].first_token_s == pytest.approx((alone[0].first_token_s or 0) + 0.05)
     # For 100 ms steps take 10 ms: ten steps are lost.
     assert beside[1].last_token_s == pytest.approx(alone[1].last_token_s + 0.05)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_a_batch_that_is_sent_ahead_begins_when_the_one_before_it_is_done(slowdown: float) -> None:
+    arrivals = [Arrival(0.0, 64, 1), Arrival(0.001, 64, 1), Arrival(0.002, 64, 1)]
+    shared = costs(prefill_slowdown=slowdown, decode_slowdown=slowdown, message_s=0.002)
+    ended, _ = run(arrivals, FleetSettings(max_batch_requests=1), of=shared)
+    # None of them decodes: the device is prefill's alone, without a gap.
+    assert [t.first_token_s for t in ended] == [pytest.approx(t) for t in (0.012, 0.022, 0.032)]
 
 
 def test_a_cost_model_without_a_bucket_for_all_sequences_is_refused() -> None:
