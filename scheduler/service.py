@@ -395,6 +395,7 @@ def _api_config(
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
             log_prompts=config.log_prompts,
+            prefix_cache=config.prefix_cache,
             serves_metrics=config.metrics_port is None,
         ),
         connections=ConnectionLimits(
