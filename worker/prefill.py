@@ -32,10 +32,12 @@ from worker.handoff.base import Handoff, Writing
 from worker.handoff.choose import choose_transport
 from worker.handoff.direct import DirectHandoff
 from worker.handoff.sender import SendHandoff, Staging
+from worker.handoff.sharded import ReslicedHandoff, open_shards
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
+from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, together
 from worker.prefill_plan import (
     Segment,
     failed_result,
@@ -82,8 +84,9 @@ class PrefillEngine:
 
         Raises `ConfigError` if there is none, or if the pool does not fit this model.
         """
-        self.detach(handle.decode_worker)
-        reports = self._attach(handle)
+        self._forget(handle.decode_worker)
+        with together(self._leader, OpenPool(handle=handle)):
+            reports = self._attach(handle)
         self._open[handle.decode_worker] = handle
         return reports
 
@@ -95,14 +98,17 @@ class PrefillEngine:
         transport = choose_transport(
             handle, node_id=self._node_id, device_type=self.model.device.type, wanted=self._wanted
         )
+        if handle.shards or self.model.group is not None:
+            return self.attach_handoff(
+                handle.decode_worker,
+                open_shards(handle, transport, self.model, lambda: self._get_staging(handle.page_size)),
+            )
         if transport in ("shm", "cuda_ipc"):
             return self.attach_pool(
                 handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
             )
-        if self._staging is None:
-            self._staging = self._make_staging(handle.page_size)
         try:
-            handoff = SendHandoff(handle.endpoint, self._staging)
+            handoff = SendHandoff(handle.endpoint, self._get_staging(handle.page_size))
         except HandoffError as error:
             raise ConfigError(f"{handle.decode_worker} cannot be reached: {error}") from error
         return self.attach_handoff(handle.decode_worker, handoff)
@@ -126,6 +132,16 @@ class PrefillEngine:
 
     def detach(self, decode_worker: str) -> None:
         """Forget a decode worker that is gone. Nothing happens if it is not known."""
+        with together(self._leader, ClosePool(decode_worker=decode_worker)):
+            self._forget(decode_worker)
+
+    def copy_pages(self, copy: CopyPages) -> None:
+        """Do this rank's part of a handoff that rank 0 finishes."""
+        handoff = self._handoffs[copy.decode_worker]
+        assert isinstance(handoff, ReslicedHandoff)
+        handoff.copy(copy.source, copy.target)
+
+    def _forget(self, decode_worker: str) -> None:
         handoff = self._handoffs.pop(decode_worker, None)
         self._runners.pop(decode_worker, None)
         self._open.pop(decode_worker, None)
@@ -136,6 +152,15 @@ class PrefillEngine:
     def transports(self) -> dict[str, str]:
         """How pages reach each decode worker, by name."""
         return {name: handoff.transport for name, handoff in self._handoffs.items()}
+
+    @property
+    def _leader(self) -> Leader | None:
+        return None if self.model.group is None else self.model.group.leader
+
+    def _get_staging(self, page_size: int) -> Staging:
+        if self._staging is None:
+            self._staging = self._make_staging(page_size)
+        return self._staging
 
     def _make_staging(self, page_size: int) -> Staging:
         """Allocate pages for what is sent elsewhere: two full batches, and at least one prompt of any length."""

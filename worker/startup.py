@@ -16,6 +16,7 @@ from graphs.runner import BucketReport
 from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from worker.model import Model, ModelSource, load_model
+from worker.parallel.group import ShardGroup
 
 _LOG = logging.getLogger(__name__)
 CPU_PAGE_SIZE = 32
@@ -32,13 +33,13 @@ _LOGITS_COPIES = 8
 """Tensors of the logits' size in float32 that choosing a token may need at once; sorting takes the most."""
 
 
-def load(config: WorkerConfig) -> Model:
-    """Set up this process and load the model. Raises `ConfigError` if the model cannot be served."""
+def load(config: WorkerConfig, group: ShardGroup | None = None) -> Model:
+    """Set up this process and load the model, or its part of it. Raises `ConfigError` if it cannot be served."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     # Progress bars of several workers would overwrite each other.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(max(1, config.num_threads // config.tensor_parallel_size))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
     model = load_model(
@@ -49,7 +50,8 @@ def load(config: WorkerConfig) -> Model:
             load_format=config.load_format,
             device=choose_device(config.device),
             max_model_len=config.max_model_len,
-        )
+        ),
+        group,
     )
     if model.device.type == "cuda":
         # What loading took and left is not this process's to keep: the workers share the GPU.

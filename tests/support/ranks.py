@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,13 +13,60 @@ from typing import Any
 import torch
 import torch.distributed
 
+from scheduler.messages import WorkerConfig
 from worker.parallel import ops
-from worker.parallel.group import ShardGroup
+from worker.parallel.follower import follow
+from worker.parallel.group import ShardGroup, lead_group
 
 _TIMEOUT_S = 120
 _context = multiprocessing.get_context("forkserver")
 # Importing takes seconds, and each rank is then a copy of a process that has done it.
-_context.set_forkserver_preload(["tests.support.ranks", "worker.model", "worker.prefill", "worker.decode"])
+_context.set_forkserver_preload(["tests.support.ranks", "worker.decode"])
+
+
+def run_leader(function: Callable[..., Any], config: WorkerConfig, *arguments: Any) -> Any:
+    """Return ``function(group, config, *arguments)`` of a process that is rank 0; the other ranks follow it."""
+    processes, meetings = [], []
+    for rank in range(1, config.tensor_parallel_size):
+        far_end, end = _context.Pipe(duplex=False)
+        processes.append(_start(_follow, config, far_end, rank))
+        meetings.append(end)
+    end, far_end = _context.Pipe(duplex=False)
+    processes.append(_start(_lead, far_end, config, meetings, function, arguments))
+    far_end.close()
+    try:
+        return _receive(end)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _start(target: Callable[..., None], *arguments: Any) -> Any:
+    process = _context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _lead(
+    end: Connection,
+    config: WorkerConfig,
+    meetings: list[Connection],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    group = lead_group(
+        config.tensor_parallel_size,
+        torch.device("cpu"),
+        lambda rank, meeting: meetings[rank - 1].send(meeting),
+        lambda error: os._exit(1),
+    )
+    end.send_bytes(pickle.dumps(function(group, config, *arguments)))
+
+
+def _follow(config: WorkerConfig, meeting: Connection, rank: int) -> None:
+    follow(config, meeting.recv(), rank)
 
 
 def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
@@ -27,12 +75,8 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
     processes, ends = [], []
     for rank in range(size):
         end, far_end = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_run, args=(far_end, store.port, rank, size, function, arguments), daemon=True
-        )
-        process.start()
+        processes.append(_start(_run, far_end, store.port, rank, size, function, arguments))
         far_end.close()
-        processes.append(process)
         ends.append(end)
     try:
         return [_receive(end) for end in ends]

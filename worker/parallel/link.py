@@ -62,6 +62,7 @@ class MakePrefill:
 
     capture_tokens: tuple[int, ...]
     capture_slots: tuple[int, ...]
+    node_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

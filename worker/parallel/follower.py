@@ -1,0 +1,118 @@
+"""What ranks other than 0 of a tensor-parallel worker do: as they are told, on their part of the model."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from graphs.buckets import BucketLadder, StepLadder
+from scheduler.errors import ConfigError
+from scheduler.messages import PoolHandle, WorkerConfig
+from worker import startup
+from worker.kv_pool import KVPool
+from worker.model import Model
+from worker.model_runner import ModelRunner
+from worker.parallel.group import ShardGroup, join_group
+from worker.parallel.link import (
+    ChooseNumPages,
+    ClosePool,
+    Command,
+    CopyPages,
+    MakePool,
+    MakePrefill,
+    Meeting,
+    OpenPool,
+    PrepareSteps,
+    Reply,
+    RunBatch,
+    RunPrompt,
+)
+from worker.prefill import PrefillEngine
+
+
+class Follower:
+    """Owns one rank's part of a model, with the pages and graphs of that rank."""
+
+    def __init__(self, config: WorkerConfig, model: Model, group: ShardGroup, connection: Connection) -> None:
+        self._config = config
+        self._model = model
+        self._group = group
+        self._connection = connection
+        self._prefill: PrefillEngine
+        self._pool: KVPool
+        self._steps: ModelRunner
+
+    def run(self) -> None:
+        """Do as the leader says until it is gone."""
+        while True:
+            try:
+                command: Command = self._connection.recv()
+            except (EOFError, OSError):
+                return
+            with torch.inference_mode():
+                self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case RunBatch():
+                self._group.runners[command.runner].follow(command)
+            case RunPrompt():
+                self._group.runners[command.runner].follow_prompt(command)
+            case CopyPages():
+                self._prefill.copy_pages(command)
+            case _:
+                try:
+                    reply = Reply(value=self._answer(command))
+                except ConfigError as error:
+                    reply = Reply(error=str(error))
+                self._connection.send(reply)
+
+    def _answer(self, command: Command) -> Any:
+        """Carry out a command that is replied to. Raises `ConfigError` if it cannot be."""
+        config = self._config
+        match command:
+            case MakePrefill():
+                self._prefill = PrefillEngine(
+                    config.name,
+                    self._model,
+                    BucketLadder(command.capture_tokens, command.capture_slots, may_shrink=False),
+                    use_graphs=config.use_graphs,
+                    node_id=command.node_id,
+                    handoff_transport=config.handoff_transport,
+                )
+            case OpenPool():
+                self._prefill.attach(command.handle)
+            case ClosePool():
+                self._prefill.detach(command.decode_worker)
+            case ChooseNumPages():
+                return startup.choose_num_pages(self._model, config)
+            case MakePool():
+                return self._make_pool(command.num_pages)
+            case PrepareSteps():
+                ladder = StepLadder(config.max_num_seqs)
+                self._steps = ModelRunner(
+                    self._model, self._pool, ladder, use_graphs=config.use_graphs, steps=True
+                )
+                self._steps.prepare()
+            case _:
+                raise AssertionError(f"{command} has no reply")
+        return None
+
+    def _make_pool(self, num_pages: int) -> PoolHandle:
+        self._pool, handle = KVPool.create(
+            self._model.kv_spec,
+            name=f"{self._config.name}-rank-{self._group.rank}",
+            num_pages=num_pages,
+            page_size=startup.page_size(self._model),
+            device=self._model.device,
+        )
+        return handle
+
+
+def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> None:
+    """Be a rank of a worker's group until its leader is gone. Raises `ConfigError` if the model cannot be served."""
+    device = torch.device(startup.choose_device(config.device))
+    group, connection = join_group(meeting, rank=rank, size=config.tensor_parallel_size, device=device)
+    Follower(config, startup.load(config, group), group, connection).run()
