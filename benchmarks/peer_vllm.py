@@ -4,7 +4,8 @@
 
 A time is that of the engine's steps from the first to the last, the requests having been added before: token ids
 are already in the engine, which favours vLLM a little. The engine runs in this process, without a server, with
-prefix caching off and everything else as it comes.
+prefix caching off and everything else as it comes. With --prefix-tokens 2048 it is on, and each prompt follows a prefix
+of its own of so many tokens, which was computed before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def make_engine(folder: Path, args: argparse.Namespace) -> Any:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=args.max_model_len,
-        enable_prefix_caching=False,
+        enable_prefix_caching=args.prefix_tokens > 0,
         disable_log_stats=True,
         **options,
     ).llm_engine
@@ -44,17 +45,25 @@ def make_engine(folder: Path, args: argparse.Namespace) -> Any:
     return engine
 
 
-def measure(engine: Any, num_prompts: int, length: int, vocab_size: int, repeats: int) -> tuple[float, float]:
+def measure(
+    engine: Any, num_prompts: int, length: int, vocab_size: int, repeats: int, *, prefix_tokens: int = 0
+) -> tuple[float, float]:
     """Return the median milliseconds from the first step to the last first token, by the clock and of this process."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     numbers = random.Random(length)
+
+    def tokens(count: int) -> list[int]:
+        return [numbers.randrange(vocab_size) for _ in range(count)]
+
+    prefixes = [tokens(prefix_tokens) for _ in range(num_prompts)]
     times, cpu_times = [], []
+    # The first of the batches that do not count computes the prefixes.
     for repeat in range(repeats + 3):
-        for i in range(num_prompts):
-            ids = [numbers.randrange(vocab_size) for _ in range(length)]
-            engine.add_request(f"{num_prompts}x{length}-{repeat}-{i}", {"prompt_token_ids": ids}, sampling)
+        for i, prefix in enumerate(prefixes):
+            prompt = {"prompt_token_ids": prefix + tokens(length)}
+            engine.add_request(f"{num_prompts}x{length}-{repeat}-{i}", prompt, sampling)
         finished = 0
         before, cpu_before = time.perf_counter(), time.process_time()
         while finished < num_prompts:
@@ -75,6 +84,7 @@ def make_parser(
     parser.add_argument("--folder", type=Path, help="a model on disk instead of --models")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.set_defaults(prefix_tokens=0)
     parser.add_argument("--sizes", nargs="+", default=sizes)
     parser.add_argument("--out", type=Path, required=True)
     return parser
@@ -110,10 +120,13 @@ def main() -> None:
         sizes=["8x16", "8x32", "8x64", "8x128", "8x256", "8x512", "8x1024"],
     )
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--prefix-tokens", type=int, default=0, help="cached tokens before each prompt")
     args = parser.parse_args()
 
     def measure_size(engine: Any, num_prompts: int, length: int, vocab_size: int) -> tuple[float, str]:
-        ms, cpu_ms = measure(engine, num_prompts, length, vocab_size, args.repeats)
+        ms, cpu_ms = measure(
+            engine, num_prompts, length, vocab_size, args.repeats, prefix_tokens=args.prefix_tokens
+        )
         return ms, f" ({cpu_ms:.2f} of the CPU)"
 
     measure_all(args, measure_size)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from graphs.buckets import BucketLadder
+from graphs.buckets import BucketLadder, plan_passes
 from graphs.layout import BatchInputs, SlotInput
 from graphs.programs import Computation
 from graphs.runner import GraphRunner
 from worker.model import load_reference
-from worker.prefill_plan import plan_passes
 
 if TYPE_CHECKING:
     from prefill_graphs import Bench

@@ -1,27 +1,28 @@
-"""The real batch former on a virtual clock, with stub workers that take what a cost model says."""
+"""Batch policies under loads: the simulator with workers that prefill and take what a cost model says."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import inf
+from typing import Literal
 
 from benchmarks.loads import Load
-from scheduler.batching.adaptive import AdaptivePolicy
 from scheduler.batching.cost_model import CostModel
-from scheduler.batching.former import BatchFormer
-from scheduler.batching.policies import FixedPolicy, Workers
-from scheduler.batching.requests import QueuedRequest
+from scheduler.simulate.collector import Collector, RequestTimes, Slo
+from scheduler.simulate.engine import Simulation
+from scheduler.simulate.fleet import FleetSettings
+from scheduler.simulate.fleet_costs import FleetCosts
+from scheduler.simulate.traces import Arrival
 
-_PLENTY = 10**9
+_PLENTY = 10_000
+"""Pages and sequences."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
     """A policy with its parameters."""
 
-    policy: str
+    policy: Literal["fixed", "adaptive"]
     max_requests: int
     timeout_s: float
 
@@ -29,12 +30,6 @@ class Setting:
         if self.policy == "adaptive":
             return f"adaptive, {self.max_requests} slots"
         return f"N={self.max_requests}, {1000 * self.timeout_s:g} ms"
-
-    def former(self, cost_model: CostModel) -> BatchFormer:
-        """Make an empty batch former."""
-        policy_class = FixedPolicy if self.policy == "fixed" else AdaptivePolicy
-        policy = policy_class(max_requests=self.max_requests, timeout_s=self.timeout_s, cost_model=cost_model)
-        return BatchFormer(policy, cost_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,64 +70,42 @@ class Outcome:
 
 
 def run(load: Load, setting: Setting, cost_model: CostModel, *, num_workers: int = 1) -> Outcome:
-    """Play a load. The stub workers take exactly what `cost_model` says of a batch's bucket."""
-    former = setting.former(cost_model)
-    arrivals, next_arrival = load.arrivals, 0
-    busy_until: list[float] = []
+    """Play a load on a fleet that only prefills. Its workers take what `cost_model` says of a batch's buckets."""
     ttft_s: list[float] = []
-    num_batches = num_tokens = num_padding = 0
-    busy_s, end = 0.0, 0.0
-    reasons: Counter[str] = Counter()
-    now = arrivals[0][0]
-    while True:
-        num_idle = num_workers - len(busy_until)
-        wake_at = former.wake_at() if num_idle else None
-        now = min(
-            arrivals[next_arrival][0] if next_arrival < len(arrivals) else inf,
-            busy_until[0] if busy_until else inf,
-            inf if wake_at is None else wake_at,
-        )
-        if now == inf:
-            break
-        while next_arrival < len(arrivals) and arrivals[next_arrival][0] <= now:
-            time, size = arrivals[next_arrival]
-            former.add(
-                QueuedRequest(request_id=f"{next_arrival}", num_tokens=size, num_pages=1, arrival_time=time)
-            )
-            next_arrival += 1
-        while busy_until and busy_until[0] <= now:
-            heappop(busy_until)
-        while len(busy_until) < num_workers:
-            formed = former.form(
-                now,
-                free_pages=_PLENTY,
-                free_sequences=_PLENTY,
-                workers=Workers(
-                    num_idle=num_workers - len(busy_until),
-                    num_busy=len(busy_until),
-                    next_idle_at=busy_until[0] if busy_until else None,
-                ),
-            )
-            if formed is None:
-                break
-            seconds = cost_model.seconds(formed.num_tokens)
-            end = now + seconds
-            busy_s += seconds
-            heappush(busy_until, end)
-            ttft_s += [end - request.arrival_time for request in formed.requests]
-            num_batches += 1
-            num_tokens += formed.num_tokens
-            num_padding += cost_model.padded(formed.num_tokens) - formed.num_tokens
-            reasons[formed.reason] += 1
-    assert len(ttft_s) == len(arrivals)
-    seconds = end - arrivals[0][0]
+
+    def on_request(times: RequestTimes) -> None:
+        assert times.first_token_s is not None, times.outcome
+        ttft_s.append(times.first_token_s - times.arrival_s)
+
+    collector = Collector(Slo(), on_request)
+    costs = FleetCosts(
+        name="stub",
+        prefill_seconds={f"{n}x{setting.max_requests}": seconds for n, seconds in cost_model.table().items()},
+        decode_seconds={f"{_PLENTY}": 1.0},
+        decode_seconds_per_context_token=0.0,
+        page_size=1024,
+        num_pages=_PLENTY,
+        max_model_len=1024 * _PLENTY,
+    )
+    settings = FleetSettings(
+        prefill_workers=num_workers,
+        batch_policy=setting.policy,
+        max_batch_requests=setting.max_requests,
+        batch_timeout_s=setting.timeout_s,
+        max_num_seqs=_PLENTY,
+        max_queued_requests=10**9,
+        max_queued_tokens=10**12,
+    )
+    # One token each, which is prefill's: nothing is left to decode.
+    Simulation(settings, costs, collector).run(Arrival(time_s, size, 1) for time_s, size in load.arrivals)
+    assert len(ttft_s) == len(load.arrivals)
     return Outcome(
         ttft_s=tuple(sorted(ttft_s)),
-        num_batches=num_batches,
-        num_tokens=num_tokens,
-        num_padding=num_padding,
-        reasons=reasons,
-        busy=busy_s / seconds / num_workers,
+        num_batches=collector.batch_requests.total(),
+        num_tokens=collector.num_batch_tokens,
+        num_padding=collector.num_padding,
+        reasons=collector.reasons,
+        busy=collector.prefill_busy_s / collector.seconds / num_workers,
         num_good=sum(ttft <= load.ttft_target_s for ttft in ttft_s),
-        seconds=seconds,
+        seconds=collector.seconds,
     )

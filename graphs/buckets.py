@@ -1,11 +1,11 @@
-"""Which (tokens, slots) shapes are captured, and which of them a batch is padded to. Pure Python."""
+"""Which (tokens, slots) shapes are captured, and how a batch is cut and padded to them. Pure Python."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -132,3 +132,32 @@ class BucketLadder:
             return None
         kept = [tokens for tokens in self.capture_tokens if tokens < num_tokens]
         return BucketLadder(kept, self.capture_slots) if kept else None
+
+
+class Segment(NamedTuple):
+    """Tokens ``start:end`` of one item of a batch, computed in one pass."""
+
+    item: int
+    start: int
+    end: int
+
+
+def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> list[list[Segment]]:
+    """Cut a batch into passes that each fit the largest bucket, in order.
+
+    A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
+    ones through their pages, so a prompt has at most one chunk in a pass.
+    """
+    passes: list[list[Segment]] = []
+    room = 0
+    for item, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            size = min(length - start, max_tokens)
+            if size > room or len(passes[-1]) == max_slots:
+                passes.append([])
+                room = max_tokens
+            passes[-1].append(Segment(item, start, start + size))
+            room -= size
+            start += size
+    return passes

@@ -118,6 +118,9 @@ class Outbox:
 
     def take(self) -> list[Action]:
         """Return all actions and forget them."""
+        parts = (self.prefills, self.starts, self.grows, self.cancels, self.events, self.leavers)
+        if not any(parts):
+            return []  # as after most reports of a decode worker
         actions: list[Action] = list(self.prefills)
         actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
         actions += [SendDecodeGrow(worker=w, grants=tuple(g)) for w, g in self.grows.items()]
@@ -127,6 +130,6 @@ class Outbox:
             for a, e in self.events.items()
         ]
         actions += self.leavers
-        for part in (self.prefills, self.starts, self.grows, self.cancels, self.events, self.leavers):
+        for part in parts:
             part.clear()
         return actions

@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ray.exceptions import RayActorError, RayError
@@ -48,6 +49,7 @@ from scheduler.observe.logs import LogFormat, log_to_stderr
 from scheduler.observe.ray_export import PERIOD_S, RayMirror
 from scheduler.observe.workers import OF_WORKERS
 from scheduler.readiness import ProgressWatch
+from scheduler.request_trace import RequestTrace, TracedMetrics
 from scheduler.workers import WorkerKind, WorkerTemplate
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class SchedulerConfig:
     """What workers that are added later are started with; None: none can be added."""
     watchdog_timeout_s: float = 300.0
     """How long a worker that has work may finish none of it before it is started again."""
+    request_log: str | None = None
+    """File for a row of each request's time and lengths."""
     log_level: str = "info"
     log_format: LogFormat = "text"
     model: str = ""
@@ -80,7 +84,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         log_to_stderr(config.log_level, config.log_format)
+        self._trace: RequestTrace | None = None
         self._metrics = SchedulerMetrics()
+        if config.request_log is not None:
+            # Open as long as this process lives.
+            file = Path(config.request_log).open("a", encoding="utf-8")  # noqa: SIM115
+            self._trace = RequestTrace(file)
+            self._metrics = TracedMetrics(self._trace)
         self._mirror = RayMirror({"model": config.model})
         self._is_in_ray = False
         # Above the epochs of a scheduler that died: it made fewer than one lease a nanosecond.
@@ -135,6 +145,9 @@ class Scheduler:
         await self._crew.until_open()
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
+        if self._trace is not None:
+            for group, rejection in zip(groups, rejections, strict=True):
+                self._trace.accepted(() if rejection else group, time.time())
         queue = self._core.queue_state(now)
         self._pump()
         return SubmitReply(rejections=rejections, queue=queue)

@@ -10,7 +10,14 @@ from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.decode_pools import DecodePool, DecodePools, num_start_pages
 from scheduler.errors import HandoffError, StaleLeaseError, UnavailableError, WorkerFailedError
 from scheduler.live import LiveRequest, RequestState
-from scheduler.messages import DecodeStart, PrefillItem, PrefillOutcome, SequenceRef, TokenEvent
+from scheduler.messages import (
+    DecodeStart,
+    EarlierTokens,
+    PrefillItem,
+    PrefillOutcome,
+    SequenceRef,
+    TokenEvent,
+)
 from scheduler.prefill_workers import PrefillWorkers
 
 _MAX_LOSSES = 2
@@ -160,6 +167,11 @@ class RequestBook:
         # One that goes back to tokens that its ApiServer lacks is released now, and waits again then.
         if outcome is not None and entry.resume_at is None:
             self.end(entry, outcome, now)
+
+    def catch_up(self, entry: LiveRequest, pool: DecodePool, earlier: EarlierTokens) -> None:
+        """Take in tokens that a decode worker made before those of which it reports now."""
+        entry.output_token_ids += earlier.token_ids
+        pool.advance(earlier.ref, entry.num_tokens)
 
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
         """A decode worker touches a sequence's pages no more. If it has not ended, it waits again."""

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from scheduler.errors import ConfigError, PurefillError
 from scheduler.models import PACKAGED_MODELS, cache_folder, list_models, resolve_model
 from scheduler.options import add_serve_options, load_config
 from scheduler.ray_environment import set_ray_environment
+from scheduler.simulate.options import add_plan_options, add_simulate_options
 from scheduler.status import print_status
 
 _MAX_TIMEOUT_S = 86_400
@@ -52,6 +54,8 @@ def _run(arguments: list[str]) -> int:
 
         leave_cluster(options.ray_address, options.timeout_s)
         return 0
+    if options.command in _SIMULATED:
+        return _SIMULATED[options.command](options)
     if options.command == "status":
         return print_status(options.url, as_json=options.json)
     if options.command == "top":
@@ -63,6 +67,21 @@ def _run(arguments: list[str]) -> int:
     from scheduler.service import run_service
 
     return run_service(config)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from scheduler.simulate.command import run_simulate
+
+    return run_simulate(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from scheduler.simulate.plan import run_plan
+
+    return run_plan(options)
+
+
+_SIMULATED: dict[str, Callable[[argparse.Namespace], int]] = {"simulate": _simulate, "plan": _plan}
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -123,6 +142,22 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         default=30.0,
         metavar="NUMBER",
         help="longest wait (default: %(default)g)",
+    )
+    add_simulate_options(
+        commands.add_parser(
+            "simulate",
+            help="play a load on a fleet that is not there",
+            allow_abbrev=False,
+            description="Run the real scheduler in virtual time, with workers that take what a cost model says.",
+        )
+    )
+    add_plan_options(
+        commands.add_parser(
+            "plan",
+            help="find the least fleet for a load",
+            allow_abbrev=False,
+            description="Search policy, batch size, timeout and workers for the least GPUs that hold an SLO.",
+        )
     )
     status = commands.add_parser(
         "status",

@@ -224,6 +224,14 @@ class ServeConfig(BaseModel):
         "decode_resources, there are as many workers as the cluster's nodes have places for",
     )
     decode_resources: WorkerResources = Field({}, description="the same of a decode worker")
+    request_log: str | None = Field(
+        None,
+        min_length=1,
+        description="file to which each request's time and lengths are appended, for purefill simulate and plan",
+    )
+    write_cost_model: str | None = Field(
+        None, min_length=1, description="file for what the workers measured, for purefill simulate and plan"
+    )
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
     log_format: Literal["text", "json"] = Field("text", description="form of each line of the log")

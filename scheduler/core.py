@@ -157,8 +157,7 @@ class SchedulerCore:
         if name in self._prefill:
             self._prefill.drain(name)
         elif (pool := self._pools.get(name)) is not None:
-            pool.is_draining = True
-            self._pools.changed(pool)
+            self._pools.drain(pool)
 
     def evict_sequences(self, name: str) -> None:
         """Move the sequences of a decode worker that drains: their requests wait again, with their tokens."""
@@ -296,13 +295,19 @@ class SchedulerCore:
         self._pools.give_up(name)
         self._book.fail_what_fits_nowhere(now)
 
-    def tick(self, now: float) -> list[Action]:
-        """Give pages where they are needed, form the batches that are due; return all actions since the last call."""
+    def tick(self, now: float, *, may_form: bool = True) -> list[Action]:
+        """Give pages where they are needed, form the batches that are due; return all actions since the last call.
+
+        `may_form` may be False if nothing happened since but that sequences got tokens, and it is not `wake_at` yet:
+        then no batch can be due.
+        """
         for worker, balance in self._pools.balance():
             if balance.grants:
                 self._outbox.grows[worker] += balance.grants
             for ref in balance.preempted:
                 self._book.move_out(ref, "preempted")
+        if not may_form:
+            return self._outbox.take()
         self._let_leave(now)
         # While such a request waits for pages nobody else gets any, or it would wait for ever.
         if not self._dispatch_alone(now):
@@ -329,6 +334,10 @@ class SchedulerCore:
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""
+        for earlier in report.earlier:
+            entry = self._book.entries.get(earlier.ref.request_id)
+            if entry is not None and earlier.ref in pool and entry.holds(earlier.ref):
+                self._book.catch_up(entry, pool, earlier)
         for event in report.events:
             ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
             entry = self._book.entries.get(event.request_id)
@@ -411,8 +420,8 @@ class SchedulerCore:
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""
         names = self._prefill.remove_drained() + self._pools.remove_drained()
-        self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
         if names:
+            self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
             self._book.fail_what_fits_nowhere(now)
 
 

@@ -53,6 +53,9 @@ class Balance(NamedTuple):
     """Sequences that must leave; `release` them when nobody touches their pages any more."""
 
 
+_NOTHING = Balance([], [])
+
+
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
@@ -60,16 +63,17 @@ class DecodePool:
         self.ledger = PageLedger(info, epoch_source)
         self.is_draining = False
         """Whether it takes no new sequences."""
-        self._tenants: dict[SequenceRef, _Tenant] = {}
-        self._growing: set[SequenceRef] = set()
+        self._tenants: dict[int, _Tenant] = {}
+        """By the epoch of the lease, which no two share."""
+        self._growing: set[int] = set()
         """Those that may need more pages than they have."""
-        self._short: dict[SequenceRef, _Tenant] = {}
+        self._short: dict[int, _Tenant] = {}
         """Those that should have more pages than they have."""
         self._next_report = 1
         self._early_reports: dict[int, StepReport] = {}
 
     def __contains__(self, ref: SequenceRef) -> bool:
-        return ref in self._tenants
+        return ref.epoch in self._tenants
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -110,7 +114,7 @@ class DecodePool:
 
     def lease(self, request: Request, num_pages: int, age: int) -> Lease:
         """Lease pages to a request that is to be prefilled."""
-        lease = self.ledger.lease(request.request_id, num_pages)
+        lease = self.ledger.lease(num_pages)
         tenant = _Tenant(
             ref=SequenceRef(request_id=request.request_id, epoch=lease.epoch),
             age=age,
@@ -118,26 +122,26 @@ class DecodePool:
             max_tokens=request.max_total_tokens,
             num_pages=num_pages,
         )
-        self._tenants[tenant.ref] = tenant
+        self._tenants[lease.epoch] = tenant
         self._note(tenant)
         return lease
 
     def advance(self, ref: SequenceRef, num_tokens: int) -> None:
         """A sequence has `num_tokens` tokens now, the newest of which is not in its pages yet."""
-        tenant = self._tenants[ref]
+        tenant = self._tenants[ref.epoch]
         tenant.num_tokens = num_tokens
         if self._wanted(tenant, _GROW_AHEAD_TOKENS) > 0 and not tenant.leaving:
-            self._short[ref] = tenant
+            self._short[ref.epoch] = tenant
 
     def leave(self, ref: SequenceRef) -> None:
         """A sequence ended, or must leave: it gets no more pages, and those that it has come back soon."""
-        tenant = self._tenants[ref]
+        tenant = self._tenants[ref.epoch]
         tenant.leaving = True
         self._note(tenant)
 
     def release(self, ref: SequenceRef) -> bool:
         """Take back a sequence's pages. Returns False if it had none any more."""
-        tenant = self._tenants.pop(ref, None)
+        tenant = self._tenants.pop(ref.epoch, None)
         if tenant is None:
             return False
         tenant.leaving = True
@@ -147,6 +151,8 @@ class DecodePool:
 
     def balance(self) -> Balance:
         """Grant pages to those that are short of them, oldest first; name those that must leave if too few are free."""
+        if not self._short:
+            return _NOTHING
         grants: list[PageGrant] = []
         for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
             wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
@@ -155,14 +161,14 @@ class DecodePool:
                 grants.append(self.ledger.grow(tenant.ref, num_pages))
                 tenant.num_pages += num_pages
             if num_pages == wanted:
-                del self._short[tenant.ref]
+                del self._short[tenant.ref.epoch]
             self._note(tenant)
         return Balance(grants, self._preempt() if self._short else [])
 
     def _preempt(self) -> list[SequenceRef]:
         """Return those that must leave so that each sequence at the end of its pages gets another."""
         coming = self.ledger.free_pages + sum(t.num_pages for t in self._tenants.values() if t.leaving)
-        needed = {ref: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for ref, t in self._short.items()}
+        needed = {epoch: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for epoch, t in self._short.items()}
         preempted: list[SequenceRef] = []
         by_age = sorted((t for t in self._tenants.values() if not t.leaving), key=lambda tenant: tenant.age)
         while sum(needed.values()) > coming:
@@ -170,7 +176,7 @@ class DecodePool:
             if len(by_age) == 1 and by_age[0].num_pages < self.ledger.num_pages:
                 break
             youngest = by_age.pop()
-            needed.pop(youngest.ref, None)
+            needed.pop(youngest.ref.epoch, None)
             coming += youngest.num_pages
             preempted.append(youngest.ref)
             self.leave(youngest.ref)
@@ -184,11 +190,11 @@ class DecodePool:
     def _note(self, tenant: _Tenant) -> None:
         """Keep the sets of those that grow and of those that are short of pages as they should be."""
         if tenant.leaving:
-            self._short.pop(tenant.ref, None)
+            self._short.pop(tenant.ref.epoch, None)
         if not tenant.leaving and tenant.num_pages < self.ledger.pages_for(tenant.max_tokens):
-            self._growing.add(tenant.ref)
+            self._growing.add(tenant.ref.epoch)
         else:
-            self._growing.discard(tenant.ref)
+            self._growing.discard(tenant.ref.epoch)
 
 
 class DecodePools:
@@ -201,6 +207,12 @@ class DecodePools:
         self._page_size = 0
         self._placement = DecodePlacement()
         self._changed: dict[str, DecodePool] = {}
+        """Those that may have to be balanced."""
+        self._misplaced: dict[str, DecodePool] = {}
+        """Those whose place may be another one. They are placed when one is chosen, not at each change."""
+        self._draining: dict[str, DecodePool] = {}
+        self._max_total_tokens: int | None = 0
+        """None: to be computed anew. It is asked for at each request, and changes with the fleet only."""
 
     def __iter__(self) -> Iterator[DecodePool]:
         return iter(self._pools.values())
@@ -217,8 +229,10 @@ class DecodePools:
     @property
     def max_total_tokens(self) -> int:
         """How many tokens a sequence may have to fit the largest pool that takes any, or will; 0 if none does."""
-        open_pools = (pool.max_tokens for pool in self if not pool.is_draining)
-        return max(chain(open_pools, self._away.values()), default=0)
+        if self._max_total_tokens is None:
+            open_pools = (pool.max_tokens for pool in self if not pool.is_draining)
+            self._max_total_tokens = max(chain(open_pools, self._away.values()), default=0)
+        return self._max_total_tokens
 
     def add(self, info: DecodeWorkerInfo) -> None:
         """Take in an empty pool. Raises `ConfigError` if its pages are not as large as those of the others."""
@@ -230,6 +244,8 @@ class DecodePools:
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
         self._pools[info.name] = DecodePool(info, self._epochs)
+        self._draining.pop(info.name, None)
+        self._max_total_tokens = None
         self.changed(self._pools[info.name])
 
     def fence_epoch(self) -> int:
@@ -239,24 +255,39 @@ class DecodePools:
     def expect_back(self, name: str) -> None:
         """Count on it that a pool that is about to be removed comes back, as large and empty."""
         self._away[name] = self._pools[name].max_tokens
+        self._max_total_tokens = None
 
     def expect(self, name: str) -> None:
         """Count on it that a pool will come that is not known here yet, nor how large it is."""
         self._away[name] = _ANY_NUM_TOKENS
+        self._max_total_tokens = None
 
     def give_up(self, name: str) -> None:
         """A pool that was expected back will not come."""
         self._away.pop(name, None)
+        self._max_total_tokens = None
+
+    def drain(self, pool: DecodePool) -> None:
+        """Give a pool no new sequences."""
+        pool.is_draining = True
+        self._draining[pool.name] = pool
+        self._max_total_tokens = None
+        self.changed(pool)
 
     def remove(self, name: str) -> None:
         """Forget a pool and all leases on it."""
         del self._pools[name]
         self._changed.pop(name, None)
+        self._misplaced.pop(name, None)
+        self._draining.pop(name, None)
+        self._max_total_tokens = None
         self._placement.remove(name)
 
     def remove_drained(self) -> list[str]:
         """Forget the pools that drain and have no lease left; return their names."""
-        names = [pool.name for pool in self if pool.is_draining and not len(pool)]
+        if not self._draining:
+            return []
+        names = [pool.name for pool in self._draining.values() if not len(pool)]
         for name in names:
             self.remove(name)
         return names
@@ -272,21 +303,20 @@ class DecodePools:
 
     def changed(self, pool: DecodePool) -> None:
         """Take in that a pool's leases changed."""
-        self._changed[pool.name] = pool
-        self._place(pool)
+        self._changed[pool.name] = self._misplaced[pool.name] = pool
 
     def balance(self) -> Iterator[tuple[str, Balance]]:
         """Yield what is to be done at each decode worker whose leases changed."""
         changed, self._changed = self._changed, {}
         for name, pool in changed.items():
             balance = pool.balance()
-            self._place(pool)
+            self._misplaced[name] = pool
             yield name, balance
 
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""
+        for pool in self._misplaced.values():
+            self._placement.update(pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences)
+        self._misplaced.clear()
         name = self._placement.choose()
         return None if name is None else self._pools[name]
-
-    def _place(self, pool: DecodePool) -> None:
-        self._placement.update(pool.name, free_pages=pool.free_pages, free_sequences=pool.free_sequences)

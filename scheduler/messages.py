@@ -404,8 +404,16 @@ class TokenEvents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierTokens:
+    """Tokens of one sequence, in order, from steps before the last that nobody has reported yet."""
+
+    ref: SequenceRef
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a decode worker tells the scheduler after a step."""
+    """What a decode worker tells the scheduler after a step, or after several if nothing else came of the others."""
 
     worker: str
     seconds: float
@@ -418,6 +426,8 @@ class StepReport:
     """
     num_stalled: int = 0
     """Sequences that sat the step out, for want of a page."""
+    earlier: tuple[EarlierTokens, ...] = ()
+    """Before `events`: only workers that do not report every step, as the simulated ones, have any."""
     bucket: str = ""
     """In which the step ran, such as ``8x8``; empty if nothing was computed."""
     eager_reason: str | None = None
@@ -522,6 +532,8 @@ class DecodeWorkerInfo:
     device: str
     load_seconds: float
     weights_bytes: int
+    bucket_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Measured seconds of one step over hardly any context, by bucket name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ class PageLedger:
         self._epochs = epoch_source
         # Taken from the end, so that a fresh pool gives out ascending, consecutive pages.
         self._free = list(range(self.num_pages, 0, -1))
-        self._leases: dict[SequenceRef, list[int]] = {}
+        self._leases: dict[int, list[int]] = {}
+        """Pages by epoch, which no two leases share."""
 
     @property
     def free_pages(self) -> int:
@@ -52,24 +53,24 @@ class PageLedger:
         """Return how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def lease(self, request_id: str, num_pages: int) -> Lease:
-        """Lease pages to a request under a new epoch. The caller has seen that they are free."""
+    def lease(self, num_pages: int) -> Lease:
+        """Lease pages under a new epoch. The caller has seen that they are free."""
         assert self.free_sequences > 0
         page_ids = self._take(num_pages)
         lease = Lease(decode_worker=self.worker, epoch=next(self._epochs), page_ids=tuple(page_ids))
-        self._leases[SequenceRef(request_id=request_id, epoch=lease.epoch)] = page_ids
+        self._leases[lease.epoch] = page_ids
         return lease
 
     def grow(self, ref: SequenceRef, num_pages: int) -> PageGrant:
         """Add pages to a lease that has not ended. The caller has seen that they are free."""
-        held, page_ids = self._leases[ref], self._take(num_pages)
+        held, page_ids = self._leases[ref.epoch], self._take(num_pages)
         grant = PageGrant(ref=ref, epoch=next(self._epochs), first_page=len(held), page_ids=tuple(page_ids))
         held += page_ids
         return grant
 
     def release(self, ref: SequenceRef) -> None:
         """End a lease and free its pages."""
-        self._free.extend(reversed(self._leases.pop(ref)))
+        self._free.extend(reversed(self._leases.pop(ref.epoch)))
 
     def _take(self, num_pages: int) -> list[int]:
         assert num_pages <= self.free_pages, (num_pages, self.free_pages)

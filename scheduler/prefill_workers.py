@@ -32,6 +32,7 @@ class PrefillWorkers:
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._away: set[str] = set()
+        self._draining: dict[str, _Worker] = {}
         self._placement = PrefillPlacement()
 
     def __contains__(self, name: str) -> bool:
@@ -45,7 +46,7 @@ class PrefillWorkers:
     @property
     def num_open(self) -> int:
         """Workers that take batches, now or later: also those that are expected back."""
-        return sum(not worker.is_draining for worker in self._workers.values()) + len(self._away)
+        return len(self._workers) - len(self._draining) + len(self._away)
 
     @property
     def busy(self) -> list[str]:
@@ -65,6 +66,7 @@ class PrefillWorkers:
         """A worker is ready, and idle."""
         self._away.discard(name)
         self._workers[name] = _Worker()
+        self._draining.pop(name, None)
         self._placement.add(name)
 
     def expect(self, name: str) -> None:
@@ -104,22 +106,24 @@ class PrefillWorkers:
         """Give a worker no further batch."""
         if not self._workers[name].is_draining:
             self._workers[name].is_draining = True
+            self._draining[name] = self._workers[name]
             self._placement.remove(name)
 
     def remove_drained(self) -> list[str]:
         """Forget those that drain and have nothing in flight; return their names."""
+        if not self._draining:
+            return []
         names = [
-            name
-            for name, worker in self._workers.items()
-            if worker.is_draining and worker.batch is None and not worker.sending
+            name for name, worker in self._draining.items() if worker.batch is None and not worker.sending
         ]
         for name in names:
-            del self._workers[name]
+            del self._workers[name], self._draining[name]
         return names
 
     def remove_lost(self, name: str) -> tuple[PrefillBatch | None, list[ComputedBatch]]:
         """Forget a worker that died; return the batch that it computed, and those whose pages it sent."""
         worker = self._workers.pop(name)
+        self._draining.pop(name, None)
         if not worker.is_draining:
             self._placement.remove(name)
         return worker.batch, list(worker.sending.values())

@@ -39,6 +39,7 @@ from scheduler.messages import (
 from scheduler.models import ModelFolder, cache_folder, resolve_model
 from scheduler.observe.logs import relay_actor_logs, say_on_stderr
 from scheduler.observe.traces import check_installed
+from scheduler.simulate.measured import measured_costs, write_costs
 from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
@@ -77,6 +78,7 @@ def run_service(config: ServeConfig) -> int:
     with stop_on_signals():
         try:
             started = time.perf_counter()
+            _check_files(config)
             if config.otlp_endpoint is not None:
                 check_installed()
             with (
@@ -86,6 +88,8 @@ def run_service(config: ServeConfig) -> int:
                 config = config.model_copy(update={"port": port, "metrics_port": other})
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
+                    if config.write_cost_model is not None:
+                        _write_cost_model(Path(config.write_cost_model), service)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -102,6 +106,34 @@ def run_service(config: ServeConfig) -> int:
         except StopSignal:
             _say("stopped")
             return 0
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Raise `ConfigError` if a file cannot be written, rather than after the model is loaded."""
+    for name in ("request_log", "write_cost_model"):
+        file = getattr(config, name)
+        try:
+            if file is not None:
+                Path(file).open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"{name} must be a file that can be written, got {file}: {error.strerror}"
+            ) from error
+
+
+def _write_cost_model(path: Path, service: RunningService) -> None:
+    decode, prefill = service.decode[0], service.prefill[0]
+    num_workers = len(service.decode) + len(service.prefill)
+    is_shared = decode.device == "cpu" or num_workers > _num_gpus()
+    write_costs(path, measured_costs(prefill, decode, is_device_shared=is_shared))
+    _say(f"wrote the cost model to {path}")
+
+
+def _num_gpus() -> int:
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return int(resources.get("GPU", 0))
 
 
 @contextmanager
@@ -220,6 +252,8 @@ def _start_actors(
             ),
             worker_template=template,
             watchdog_timeout_s=config.watchdog_timeout_s,
+            # Actors may have another working directory.
+            request_log=config.request_log and str(Path(config.request_log).resolve()),
             log_level=config.log_level,
             log_format=config.log_format,
             model=decode[0].model.name,

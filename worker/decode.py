@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from graphs.buckets import StepLadder
 from graphs.layout import SlotInput
 from graphs.programs import Ticket
+from graphs.runner import BucketReport
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import DecodeStart, Lease, PageGrant, Request, SequenceRef, Timing, TokenEvent
 from worker.kv_pool import KVPool
@@ -99,9 +100,9 @@ class DecodeEngine:
         self._released: list[SequenceRef] = []
         self._failed: list[tuple[str, TokenEvent]] = []
 
-    def prepare(self) -> None:
-        """Capture every bucket."""
-        self._runner.prepare()
+    def prepare(self) -> tuple[BucketReport, ...]:
+        """Capture every bucket; return what each took."""
+        return self._runner.prepare()
 
     def reset(self) -> None:
         """Drop all sequences, and what has come for those that have not. Their pages are touched no more."""

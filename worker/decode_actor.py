@@ -115,7 +115,7 @@ class DecodeWorker:
         self._engine = DecodeEngine(
             model, self._pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
         )
-        self._engine.prepare()
+        reports = self._engine.prepare()
         self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,
@@ -125,6 +125,7 @@ class DecodeWorker:
             device=model.device.type,
             load_seconds=self._load_seconds + time.perf_counter() - started,
             weights_bytes=model.weights_bytes,
+            bucket_seconds={str(report.bucket): report.batch_seconds for report in reports},
         )
 
     def add(self, starts: tuple[DecodeStart, ...]) -> None:

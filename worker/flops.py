@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from graphs.buckets import Segment
 from worker.model import Model
-from worker.prefill_plan import Segment
 
 _PEAKS = {
     "B200": 2250e12,

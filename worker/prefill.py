@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphs.buckets import BucketLadder
+from graphs.buckets import BucketLadder, Segment, plan_passes
 from graphs.layout import SlotInput
 from graphs.runner import BucketReport
 from scheduler.errors import (
@@ -39,11 +39,9 @@ from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
 from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, together
 from worker.prefill_plan import (
-    Segment,
     failed_result,
     merge_handoffs,
     merge_results,
-    plan_passes,
     split_batch,
 )
 from worker.prefill_submitted import Arriving, Launched, SubmittedPrefill

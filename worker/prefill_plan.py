@@ -5,39 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from scheduler.errors import PurefillError
 from scheduler.messages import HandoffResult, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult
-
-
-class Segment(NamedTuple):
-    """Tokens ``start:end`` of one item of a batch, computed in one pass."""
-
-    item: int
-    start: int
-    end: int
-
-
-def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> list[list[Segment]]:
-    """Cut a batch into passes that each fit the largest bucket, in order.
-
-    A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
-    ones through their pages, so a prompt has at most one chunk in a pass.
-    """
-    passes: list[list[Segment]] = []
-    room = 0
-    for item, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            size = min(length - start, max_tokens)
-            if size > room or len(passes[-1]) == max_slots:
-                passes.append([])
-                room = max_tokens
-            passes[-1].append(Segment(item, start, start + size))
-            room -= size
-            start += size
-    return passes
 
 
 def split_batch(batch: PrefillBatch, max_pages: int, page_size: int) -> list[PrefillBatch]:

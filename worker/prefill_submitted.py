@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from graphs.buckets import Segment
 from graphs.programs import NO_REPORT, Ticket
 from scheduler.errors import PurefillError
 from scheduler.messages import (
@@ -25,7 +26,6 @@ from scheduler.messages import (
 )
 from worker.flops import PrefillCost
 from worker.handoff.base import Arrival, Handoff, Writing
-from worker.prefill_plan import Segment
 from worker.sampling.logprobs import read_logprobs, read_prompt_report
 from worker.sequences import finish_reason
 

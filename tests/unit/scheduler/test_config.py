@@ -57,6 +57,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_queued_requests": ("7", 7),
     "max_queued_tokens": ("777", 777),
     "drain_timeout_s": ("0", 0.0),
+    "request_log": ("requests.csv", "requests.csv"),
+    "write_cost_model": ("costs.json", "costs.json"),
     "watchdog_timeout_s": ("60", 60.0),
     "ray_address": ("auto", "auto"),
     "prefill_resources": ('{"prefill": 1}', {"prefill": 1}),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.prefill_plan import Segment, plan_passes
+from graphs.buckets import Segment, plan_passes
 
 
 def test_a_batch_that_fits_is_one_pass() -> None:

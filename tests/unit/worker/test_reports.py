@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphs.buckets import Segment
 from scheduler.messages import DecodeStart, SamplingParams, SequenceRef, Timing
 from tests.unit.worker.tiny_models import FAMILIES, SHAPE, Engines, LoadTiny
 from worker.flops import PrefillCost, peak_by_name, peak_flops
-from worker.prefill_plan import Segment
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_one_kv_head_tied", "qwen3", "gemma2"])

@@ -6,12 +6,12 @@ from benchmarks import h200
 from benchmarks.loads import Load, fan_outs, poisson
 from benchmarks.virtual import Outcome, Setting, run
 
-FIXED = [Setting("fixed", n, ms / 1000) for n in (1, 4, 8, 16) for ms in (5, 20, 50)]
+FIXED = [Setting("fixed", n, ms / 1000) for n in (1, 4, 8, 16) for ms in (5, 20)]
 ADAPTIVE = Setting("adaptive", 16, 0.05)
 LOADS = [
     poisson(50, seconds=8, seed=0),
-    poisson(200, seconds=5, seed=0),
-    poisson(800, seconds=3, seed=0),
+    poisson(200, seconds=3, seed=0),
+    poisson(800, seconds=2, seed=0),
     poisson(800, seconds=1, seed=0, medium=True),
 ]
 
