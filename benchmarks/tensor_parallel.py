@@ -158,7 +158,8 @@ def make_engines(
     pool, handle = make_pool(decode_model, config)
     prefill = make_prefill(prefill_model, replace(config, name="prefill-0"), node_id="")
     prefill.attach(handle)
-    return prefill, make_decode(decode_model, pool, config), pool
+    decode, _ = make_decode(decode_model, pool, config)
+    return prefill, decode, pool
 
 
 def make_batch(prompts: Sequence[Sequence[int]], page_size: int, max_tokens: int = 1) -> PrefillBatch:

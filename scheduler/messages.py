@@ -478,6 +478,10 @@ class WorkerConfig:
     """Processes that hold a part of the model each, this one, which is rank 0, included."""
     rank_bundles: tuple[int, ...] = ()
     """Of each rank, the bundle of the worker's placement group that it runs in; empty: anywhere on the host."""
+    gpus_per_rank: float = 0.0
+    """What Ray counts each rank's share of its GPU as."""
+    prefill_tensor_parallel_size: int = 1
+    """Ranks of the prefill workers, for a decode worker that leaves them memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphs.buckets import BucketLadder
+from graphs.runner import BucketReport
 from scheduler.messages import PoolHandle, WorkerConfig
 from worker import startup
 from worker.decode import DecodeEngine
@@ -55,8 +56,11 @@ def make_pool(model: Model, config: WorkerConfig) -> tuple[KVPool, PoolHandle]:
 
 def make_decode(
     model: Model, pool: KVPool, config: WorkerConfig, *, looks_ahead: bool | None = None
-) -> DecodeEngine:
-    """Return the engine of a decode worker, with every bucket captured. `looks_ahead` is as for `DecodeEngine`."""
+) -> tuple[DecodeEngine, tuple[BucketReport, ...]]:
+    """Return the engine of a decode worker with every bucket captured, and what each took.
+
+    `looks_ahead` is as for `DecodeEngine`.
+    """
     with together(_leader(model), PrepareSteps()):
         engine = DecodeEngine(
             model,
@@ -65,8 +69,8 @@ def make_decode(
             use_graphs=config.use_graphs,
             looks_ahead=looks_ahead,
         )
-        engine.prepare()
-    return engine
+        reports = engine.prepare()
+    return engine, reports
 
 
 def _leader(model: Model) -> Leader | None:

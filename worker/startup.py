@@ -124,7 +124,9 @@ def choose_num_pages(model: Model, config: WorkerConfig) -> int:
     tokens = page_size(model)
     page_bytes = model.kv_spec.pool_bytes(1, tokens)
     size_bytes = config.kv_memory_bytes
-    if size_bytes is None:
+    if size_bytes is not None:
+        size_bytes //= config.tensor_parallel_size  # It is that of all ranks.
+    else:
         wanted = page_bytes * (1 + config.max_num_seqs * -(-model.info.max_model_len // tokens))
         if model.device.type == "cuda":
             fitting = page_bytes * steady_count(choose_cuda_kv_bytes(model, config) // page_bytes)
@@ -160,7 +162,8 @@ def choose_cuda_kv_bytes(model: Model, config: WorkerConfig) -> int:
     prefill_bytes = 2 * _max_capture_tokens(model, config) * model.activation_bytes
     prefill_bytes = min(prefill_bytes, total // 8) + max(config.capture_slots) * logits_bytes
     others = config.workers_per_device - config.pools_per_device
-    later_bytes = others * (model.weights_bytes + prefill_bytes + _CUDA_CONTEXT_BYTES)
+    weights_bytes = model.weights_bytes * model.num_ranks // config.prefill_tensor_parallel_size
+    later_bytes = others * (weights_bytes + prefill_bytes + _CUDA_CONTEXT_BYTES)
     own_bytes = config.pools_per_device * decode_bytes
     left = free - later_bytes - own_bytes - int(_CUDA_SPARE_SHARE * total)
     if config.pools_per_device > 1:

@@ -31,6 +31,9 @@ from worker.parallel.link import (
 )
 from worker.prefill import PrefillEngine
 
+_REFUSAL_TIMEOUT_S = 60.0
+"""A leader that has not refused the model by then can only wait for this rank."""
+
 
 class Follower:
     """Owns one rank's part of a model, with the pages and graphs of that rank."""
@@ -112,7 +115,13 @@ class Follower:
 
 
 def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> None:
-    """Be a rank of a worker's group until its leader is gone. Raises `ConfigError` if the model cannot be served."""
+    """Be a rank of a worker's group until its leader is gone."""
     device = torch.device(startup.choose_device(config.device))
     group, connection = join_group(meeting, rank=rank, size=config.tensor_parallel_size, device=device)
-    Follower(config, startup.load(config, group), group, connection).run()
+    try:
+        model = startup.load(config, group)
+    except ConfigError:
+        # The leader finds the same, and says so before it goes.
+        connection.poll(_REFUSAL_TIMEOUT_S)
+        raise
+    Follower(config, model, group, connection).run()

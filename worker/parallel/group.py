@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,8 @@ class ShardGroup:
         self.size = size
         self.leader = leader
         self._store = store
+        self.started: Sequence[object] = ()
+        """What was started for the other ranks, which may end when nobody has it any more."""
         self.runners: WeakValueDictionary[int, ModelRunner] = WeakValueDictionary()
         """By number. The ranks make the same runners in the same order."""
         self._num_runners = 0
@@ -55,6 +57,11 @@ class ShardGroup:
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_HOST)]
             options._timeout = _TIMEOUT
             self._process_group = distributed.ProcessGroupGloo(store, rank, size, options)
+
+    def close(self) -> None:
+        """On rank 0, let the other ranks end."""
+        if self.leader is not None:
+            self.leader.close()
 
     def enrol(self, runner: ModelRunner) -> int:
         """Return the number of a new runner."""
@@ -96,7 +103,7 @@ def lead_group(
 ) -> ShardGroup:
     """Make a group with this process as rank 0; ``start(rank, meeting)`` starts the process of each other rank.
 
-    `on_loss` is called by a thread when one of them is gone later. Raises `WorkerFailedError` if they do not come.
+    `on_loss` is called by a thread when one of them is gone later. Raises `ConfigError` if they do not come.
     """
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
@@ -110,10 +117,10 @@ def lead_group(
         timeout=_TIMEOUT,
     )
     leader = Leader(port)
-    for rank in range(1, size):
-        start(rank, leader.meeting)
+    started = [start(rank, leader.meeting) for rank in range(1, size)]
     leader.accept(size - 1, on_loss)
     group = ShardGroup(store, rank=0, size=size, device=device, leader=leader)
+    group.started = started
     ops.enter(group)
     return group
 

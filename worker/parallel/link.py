@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -144,19 +145,25 @@ class Leader:
     def accept(self, num_followers: int, on_loss: Callable[[Exception], object]) -> None:
         """Wait for the followers. When one is gone later, a thread calls `on_loss`, unless this was closed first.
 
-        Raises `WorkerFailedError` if they do not come.
+        Raises `ConfigError` if they do not come.
         """
         self._socket.settimeout(_ACCEPT_TIMEOUT_S)
-        for number in range(num_followers):
+        while len(self._connections) < num_followers:
             try:
                 accepted, _ = self._socket.accept()
             except TimeoutError as error:
-                raise WorkerFailedError(
-                    f"{num_followers - number} of {num_followers} ranks did not start within {_ACCEPT_TIMEOUT_S:g} s"
+                num_missing = num_followers - len(self._connections)
+                raise ConfigError(
+                    f"tensor_parallel_size: {num_missing} of {num_followers} other ranks did not start "
+                    f"within {_ACCEPT_TIMEOUT_S:g} s: is there a GPU for each?"
                 ) from error
             connection = Connection(accepted.detach())
-            deliver_challenge(connection, self.meeting.key)
-            answer_challenge(connection, self.meeting.key)
+            try:
+                deliver_challenge(connection, self.meeting.key)
+                answer_challenge(connection, self.meeting.key)
+            except (AuthenticationError, EOFError, OSError):
+                connection.close()  # It is none of ours.
+                continue
             replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
             self._connections.append(connection)
             self._replies.append(replies)

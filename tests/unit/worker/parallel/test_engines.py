@@ -75,7 +75,8 @@ def make_pair(group: ShardGroup | None, config: WorkerConfig, split: Split) -> t
     prefill = make_prefill(prefill_model, replace(prefill_config, name="prefill-0"), node_id="")
     prefill.attach(handle)
     # As on a GPU, where a step begins with tokens that only the device knows.
-    return Pair(prefill, make_decode(decode_model, pool, decode_config, looks_ahead=True), pool), handle
+    decode, _ = make_decode(decode_model, pool, decode_config, looks_ahead=True)
+    return Pair(prefill, decode, pool), handle
 
 
 def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Made:
