@@ -121,7 +121,7 @@ def work(job: Job, out: str) -> Any:
     if job.task == "pool":
         return own_pool(job, out)
     if job.meeting is not None:
-        return follow(job.config, job.meeting, job.rank)
+        follow(job.config, job.meeting, job.rank)
     size, group = job.config.tensor_parallel_size, None
     if size > 1:
         group = lead_group(

@@ -37,7 +37,7 @@ from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
-from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, together
+from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, UsePool, together
 from worker.prefill_plan import (
     failed_result,
     merge_handoffs,
@@ -83,8 +83,11 @@ class PrefillEngine:
         Raises `ConfigError` if there is none, or if the pool does not fit this model.
         """
         self._forget(handle.decode_worker)
+        # In two parts: no rank captures, which takes all of them, before each has found its way.
         with together(self._leader, OpenPool(handle=handle)):
-            reports = self._attach(handle)
+            handoff = self.find_way(handle)
+        with together(self._leader, UsePool(decode_worker=handle.decode_worker)):
+            reports = self.attach_handoff(handle.decode_worker, handoff)
         self._open[handle.decode_worker] = handle
         return reports
 
@@ -92,24 +95,26 @@ class PrefillEngine:
         """Whether this very pool was attached: a decode worker that starts again has another one."""
         return self._open.get(handle.decode_worker) == handle
 
-    def _attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
+    def find_way(self, handle: PoolHandle) -> Handoff:
+        """Return the way to a decode worker's pool. Raises `ConfigError` as `attach` does."""
         transport = choose_transport(
             handle, node_id=self._node_id, device_type=self.model.device.type, wanted=self._wanted
         )
         if handle.shards or self.model.group is not None:
-            return self.attach_handoff(
-                handle.decode_worker,
-                open_shards(handle, transport, self.model, lambda: self._get_staging(handle.page_size)),
+            return open_shards(
+                handle,
+                self.model.kv_spec,
+                transport=transport,
+                group=self.model.group,
+                device=self.model.device,
+                staging=lambda: self._get_staging(handle.page_size),
             )
         if transport in ("shm", "cuda_ipc"):
-            return self.attach_pool(
-                handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
-            )
+            return DirectHandoff(KVPool.open(self.model.kv_spec, handle, self.model.device))
         try:
-            handoff = SendHandoff(handle.endpoint, self._get_staging(handle.page_size))
+            return SendHandoff(handle.endpoint, self._get_staging(handle.page_size))
         except HandoffError as error:
             raise ConfigError(f"{handle.decode_worker} cannot be reached: {error}") from error
-        return self.attach_handoff(handle.decode_worker, handoff)
 
     def attach_pool(self, decode_worker: str, pool: KVPool) -> tuple[BucketReport, ...]:
         """Do as `attach_handoff` with a decode worker's own pool."""

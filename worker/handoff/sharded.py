@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +23,6 @@ from worker.kv_pool import KVPool, KVSpec
 from worker.parallel.group import ShardGroup
 from worker.parallel.link import CopyPages
 
-if TYPE_CHECKING:
-    from worker.model import Model
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
@@ -37,21 +33,30 @@ class _Target:
     """Of each layer: which heads of this rank, and which of the pool they are."""
 
 
-def open_shards(handle: PoolHandle, transport: str, model: Model, staging: Callable[[], Staging]) -> Handoff:
-    """Return the way from this process, a rank of a group or alone, into the pools of a decode worker's ranks.
+def open_shards(
+    handle: PoolHandle,
+    spec: KVSpec,
+    *,
+    transport: str,
+    group: ShardGroup | None,
+    device: torch.device,
+    staging: Callable[[], Staging],
+) -> Handoff:
+    """Return the way from this process, a rank of `group` or alone, into the pools of a decode worker's ranks.
 
-    `staging` gives pages of this process's own, if they are needed. Raises `ConfigError` if there is no such way.
+    `spec` is the KV of this process; `staging` gives pages of its own, if they are needed. Raises `ConfigError` if
+    there is no such way.
     """
     if transport not in ("shm", "cuda_ipc"):
         raise ConfigError(
             f"handoff_transport must be auto, shm or cuda_ipc with tensor_parallel_size > 1, and all workers on one "
             f"host, got {transport}"
         )
-    spec, group, num_decode_ranks = model.kv_spec, model.group, 1 + len(handle.shards)
+    num_decode_ranks = 1 + len(handle.shards)
     rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
     pools = (handle, *handle.shards)
     if num_ranks == num_decode_ranks:
-        return DirectHandoff(KVPool.open(spec, pools[rank], model.device), num_ranks=num_ranks)
+        return DirectHandoff(KVPool.open(spec, pools[rank], device), num_ranks=num_ranks)
     targets = []
     whole = tuple(replace(layer, num_kv_heads=layer.num_kv_heads * num_ranks) for layer in spec.layers)
     part = _cut(KVSpec(layers=whole, dtype=spec.dtype), num_decode_ranks, handle.decode_worker)
@@ -61,8 +66,8 @@ def open_shards(handle: PoolHandle, transport: str, model: Model, staging: Calla
             for own, theirs in zip(spec.layers, part.layers, strict=True)
         ]
         if any(own.stop > own.start for own, _ in heads):
-            targets.append(_Target(pool=KVPool.open(part, pool, model.device), heads=heads))
-    epochs = KVPool.open(part, handle, model.device) if rank == 0 else None
+            targets.append(_Target(pool=KVPool.open(part, pool, device), heads=heads))
+    epochs = KVPool.open(part, handle, device) if rank == 0 else None
     return ReslicedHandoff(handle.decode_worker, staging(), targets, epochs, group)
 
 

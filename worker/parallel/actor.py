@@ -6,7 +6,6 @@ Ray has started rank 0 again, that starts new ones. So nobody else need know of 
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,6 @@ class ShardFollower:
             follow(self._config, meeting, self._rank)
         except Exception as error:
             end_process(self._name, error)
-        os._exit(0)
 
 
 def load(config: WorkerConfig) -> Model:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,6 +12,7 @@ from graphs.buckets import BucketLadder, StepLadder
 from scheduler.errors import ConfigError
 from scheduler.messages import PoolHandle, WorkerConfig
 from worker import startup
+from worker.handoff.base import Handoff
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
@@ -28,6 +30,8 @@ from worker.parallel.link import (
     Reply,
     RunBatch,
     RunPrompt,
+    UsePool,
+    end_with_leader,
 )
 from worker.prefill import PrefillEngine
 
@@ -44,6 +48,7 @@ class Follower:
         self._group = group
         self._connection = connection
         self._prefill: PrefillEngine
+        self._opened: Handoff
         self._pool: KVPool
         self._steps: ModelRunner
 
@@ -86,7 +91,10 @@ class Follower:
                     handoff_transport=config.handoff_transport,
                 )
             case OpenPool():
-                self._prefill.attach(command.handle)
+                self._prefill.detach(command.handle.decode_worker)
+                self._opened = self._prefill.find_way(command.handle)
+            case UsePool():
+                self._prefill.attach_handoff(command.decode_worker, self._opened)
             case ClosePool():
                 self._prefill.detach(command.decode_worker)
             case ChooseNumPages():
@@ -114,10 +122,12 @@ class Follower:
         return handle
 
 
-def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> None:
-    """Be a rank of a worker's group until its leader is gone."""
+def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> NoReturn:
+    """Be a rank of a worker's group until its leader is gone, and with it this process."""
     device = torch.device(startup.choose_device(config.device))
     group, connection = join_group(meeting, rank=rank, size=config.tensor_parallel_size, device=device)
+    # Beside everything else, since a rank that waits for another in a pass does not listen.
+    end_with_leader(connection)
     try:
         model = startup.load(config, group)
     except ConfigError:
@@ -125,3 +135,4 @@ def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> None:
         connection.poll(_REFUSAL_TIMEOUT_S)
         raise
     Follower(config, model, group, connection).run()
+    os._exit(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -68,9 +69,16 @@ class MakePrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPool:
-    """Open a decode worker's pool, and capture."""
+    """Find the way to a decode worker's pool."""
 
     handle: PoolHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsePool:
+    """Capture the graphs that write into the pool that was opened last."""
+
+    decode_worker: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +119,7 @@ Command = (
     | RunPrompt
     | MakePrefill
     | OpenPool
+    | UsePool
     | ClosePool
     | CopyPages
     | ChooseNumPages
@@ -231,6 +240,24 @@ def together(leader: Leader | None, command: Command) -> Iterator[list[Any]]:
     replies: list[Any] = []
     if leader is not None:
         leader.tell(command)
-    yield replies
+    try:
+        yield replies
+    except ConfigError:
+        if leader is not None:
+            with suppress(ConfigError):  # Theirs is most likely the same.
+                leader.replies()
+        raise
     if leader is not None:
         replies += leader.replies()
+
+
+def end_with_leader(connection: Connection) -> None:
+    """Let a thread end this process when the leader's end of a connection is gone, whatever it is at."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="leader", daemon=True).start()
