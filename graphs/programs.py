@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,10 +118,10 @@ class HostProgram:
         """Compute a batch."""
         count, computation = len(slots), self._computation
         self._host.pack(slots)
+        _upload_shapings(self._shaping, slots, self._host.layout)
         finish = computation.choose_finish(slots)
         if announce is not None:
             announce(self._host.layout.bucket, finish, self._host.tensor)
-        _upload_shapings(self._shaping, slots, self._host.layout)
         rows, numbers = self._compute(finish), self._output
         details = NO_REPORT
         if computation.report is not None and any(slot.reported for slot in slots):
@@ -205,10 +206,10 @@ class CudaProgram:
         """Enqueue a batch on the current stream and return at once, unless two are under way already."""
         stage = self._next_stage()
         stage.host.pack(slots)
+        _upload_shapings(self._shaping, slots, self._layout)
         finish = self._computation.choose_finish(slots)
         if announce is not None:
             announce(self._layout.bucket, finish, stage.host.tensor)
-        _upload_shapings(self._shaping, slots, self._layout)
         reported = any(slot.reported for slot in slots)
         self._launch(stage, finish, reported)
         return stage.hold(len(slots), reported=reported)
@@ -279,12 +280,16 @@ class _Stage:
 
     def free(self) -> None:
         """Wait for the batch that still uses this memory, if there is one. Its ticket keeps the result."""
-        if self._ticket is not None:
-            self._ticket.result()
+        ticket = self._ticket
+        if ticket is not None:
+            ticket.result()
 
 
 class _CudaTicket:
+    """A batch's result, which one thread may take while another needs its memory for the next batch."""
+
     def __init__(self, stage: _Stage, count: int, *, reported: bool) -> None:
+        self._lock = threading.Lock()
         self._stage = stage
         self._count = count
         self._reported = reported
@@ -301,6 +306,7 @@ class _CudaTicket:
         return self._take()[1]
 
     def _take(self) -> tuple[list[int], NDArray[np.int32]]:
-        if self._taken is None:
-            self._taken = self._stage.take(self._count, reported=self._reported)
-        return self._taken
+        with self._lock:
+            if self._taken is None:
+                self._taken = self._stage.take(self._count, reported=self._reported)
+            return self._taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from scheduler.batching.policies import FixedPolicy
 from scheduler.core import QueueLimits, SchedulerCore
 from scheduler.crew import Crew
 from scheduler.fleet import Fleet, restart
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
+    SCHEDULER_NAME,
     AbortReply,
     DecodeWorkerInfo,
     Figures,
@@ -50,6 +53,7 @@ from scheduler.observe.ray_export import PERIOD_S, RayMirror
 from scheduler.observe.workers import OF_WORKERS
 from scheduler.readiness import ProgressWatch
 from scheduler.request_trace import RequestTrace, TracedMetrics
+from scheduler.wire import AsyncioReactor, WireServer, serve_actor
 from scheduler.workers import WorkerKind, WorkerTemplate
 
 _LOG = logging.getLogger(__name__)
@@ -111,6 +115,8 @@ class Scheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = ProgressWatch(_STALL_S)
         self._api_lives: dict[str, int] = {}
+        freeze_what_is_loaded()
+        self._server: WireServer | None = None
 
     def __repr__(self) -> str:
         return "Scheduler"
@@ -120,6 +126,7 @@ class Scheduler:
     ) -> None:
         """Take the workers into service; from now on requests are accepted."""
         self._crew.begin(decode, prefill)
+        self._listen()
 
     async def add_worker(self, kind: WorkerKind) -> str:
         """Start a worker and take it into service; return its name. Raises `ConfigError` if it cannot start.
@@ -143,6 +150,9 @@ class Scheduler:
     async def submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         """Accept each group of requests whole or not at all."""
         await self._crew.until_open()
+        return self._submit(groups)
+
+    def _submit(self, groups: tuple[tuple[Request, ...], ...]) -> SubmitReply:
         now = time.monotonic()
         rejections = tuple(self._core.submit(group, now) for group in groups)
         if self._trace is not None:
@@ -164,6 +174,7 @@ class Scheduler:
         With the first of a new process, what the one of that name before it had asked for is ended.
         """
         self._crew.recover_if_needed()
+        self._listen()
         name = heartbeat.api_server
         if self._api_lives.get(name, heartbeat.life) != heartbeat.life:
             num_ended = self._core.cancel_all_of(name, time.monotonic())
@@ -197,6 +208,9 @@ class Scheduler:
 
     async def cancel(self, request_ids: tuple[str, ...]) -> None:
         """End requests on their clients' wish. Ids of requests that have ended are passed over."""
+        self._cancel(request_ids)
+
+    def _cancel(self, request_ids: tuple[str, ...]) -> None:
         now = time.monotonic()
         for request_id in request_ids:
             self._core.cancel(request_id, now)
@@ -204,6 +218,9 @@ class Scheduler:
 
     async def step_done(self, report: StepReport) -> None:
         """A decode worker made a step. It does not wait for the answer, so an error would be seen by nobody."""
+        self._step_done(report)
+
+    def _step_done(self, report: StepReport) -> None:
         self._crew.recover_if_needed()
         if report.run_id != self._crew.run_of(report.worker):
             return
@@ -231,6 +248,21 @@ class Scheduler:
             problem=await self.not_ready(), load=await self.load(), actors=self._metrics.actors(self._core)
         )
 
+    def _listen(self) -> None:
+        """Take from actors of this host by a shorter way what they send often."""
+        if self._server is None:
+            self._server = serve_actor(
+                SCHEDULER_NAME,
+                AsyncioReactor(),
+                {
+                    "submit": lambda groups: (
+                        self._submit(groups) if self._crew.is_open else self.submit(groups)
+                    ),
+                    "cancel": self._cancel,
+                    "step_done": self._step_done,
+                },
+            )
+
     async def _publish_to_ray(self) -> None:
         """Show the figures through Ray too, apart from those that the workers show themselves. Never returns."""
         while True:
@@ -254,24 +286,28 @@ class Scheduler:
     def _perform(self, action: Action) -> None:
         match action:
             case SendPrefill():
-                self._actors.spawn(self._prefill(action, self._crew.run_of(action.worker)))
+                # The batch leaves here and now: whoever else is to be told something comes after it.
+                answer = self._actors.call(action.worker, "prefill", action.batch)
+                self._actors.spawn(self._prefill(action, answer, self._crew.run_of(action.worker)))
             case SendDecodeStarts(worker=worker, starts=starts):
-                self._actors.handle(worker).add.remote(starts)
+                self._actors.post(worker, "add", starts)
             case SendDecodeGrow(worker=worker, grants=grants):
-                self._actors.handle(worker).grow.remote(grants)
+                self._actors.post(worker, "grow", grants)
             case SendDecodeCancel(worker=worker, refs=refs):
-                self._actors.handle(worker).cancel.remote(refs)
+                self._actors.post(worker, "cancel", refs)
             case SendEvents(api_server=api_server, events=events):
                 with suppress(ValueError):  # It is gone for good, and its clients with it.
-                    self._actors.handle(api_server).deliver.remote(events)
+                    self._actors.post(api_server, "deliver", events)
             case ReleaseWorker(worker=worker):
                 self._actors.spawn(self._crew.end(worker))
 
-    async def _prefill(self, action: SendPrefill, run_id: int | None) -> None:
-        """Have a batch computed, and tell the core what became of it."""
+    async def _prefill(
+        self, action: SendPrefill, answer: Awaitable[PrefillResult], run_id: int | None
+    ) -> None:
+        """Wait for a batch that is computed, and tell the core what became of it."""
         worker = action.worker
         try:
-            result = await self._actors.handle(worker).prefill.remote(action.batch)
+            result = await answer
         except RayActorError:
             _LOG.error("%s died with batch %d", worker, action.batch.batch_id)
             self._crew.lost(worker, run_id)
@@ -292,7 +328,7 @@ class Scheduler:
         """Wait until the pages of a computed batch have arrived, and tell the core."""
         worker = result.worker
         try:
-            handoff = await self._actors.handle(worker).handed_off.remote(result.batch_id)
+            handoff = await self._actors.call(worker, "handed_off", result.batch_id)
         except RayError as error:
             _LOG.error("%s died with the pages of batch %d: %s", worker, result.batch_id, cause(error))
             self._crew.lost(worker, run_id)

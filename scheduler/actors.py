@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
-from scheduler.messages import RAY_NAMESPACE
+from scheduler.wire import AsyncioReactor, Wire
 
 
 class Actors:
-    """Owns handles of named actors, and the tasks that wait for them. Belongs to one event loop."""
+    """Owns the ways to named actors, and the tasks that wait for them. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._handles: dict[str, Any] = {}
+        self._wire_if_made: Wire | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def _wire(self) -> Wire:
+        # Not earlier: an actor is made outside of its event loop.
+        if self._wire_if_made is None:
+            self._wire_if_made = Wire(AsyncioReactor())
+        return self._wire_if_made
 
     def handle(self, name: str) -> Any:
         """Return an actor's handle. Raises ValueError if Ray knows no actor of that name (any more)."""
-        if name not in self._handles:
-            self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
-        return self._handles[name]
+        return self._wire.handle(name)
+
+    def call(self, name: str, method: str, *args: Any) -> Awaitable[Any]:
+        """Call a method by the shortest way, at once, and return what it returns.
+
+        When awaited it raises as `Wire.call`; also `RayActorError` if Ray knows no actor of that name (any more).
+        """
+        try:
+            return self._wire.call(name, method, *args)
+        except ValueError as error:
+            return _raise(RayActorError(error_msg=str(error)))
+
+    def post(self, name: str, method: str, *args: Any) -> None:
+        """Call a method by the shortest way, and forget it. Raises as `handle`."""
+        self._wire.post(name, method, *args)
 
     def forget(self, name: str) -> None:
-        """An actor is gone, or its process is."""
-        self._handles.pop(name, None)
+        """An actor is gone, or its process is: calls to it that are under way fail."""
+        self._wire.forget(name)
 
     async def lives(self, name: str) -> bool:
         """Wait until an actor has done what it does, or is known to be dead."""
         try:
             await self.handle(name).__ray_ready__.remote()
         except (RayActorError, ValueError):  # ValueError: Ray knows no actor of that name any more
+            return False
+        return True
+
+    async def retire(self, name: str, life: int) -> bool:
+        """Do as `lives` with a prefill worker, which computes no batch of a scheduler before `life` from then on."""
+        try:
+            await self.handle(name).retire.remote(life)
+        except (RayActorError, ValueError):
             return False
         return True
 
@@ -48,6 +74,10 @@ class Actors:
         """End all that was spawned."""
         for task in self._tasks:
             task.cancel()
+
+
+async def _raise(error: Exception) -> None:
+    raise error
 
 
 def cause(error: Exception) -> str:

@@ -65,6 +65,10 @@ class SchedulerCore:
         self._num_batches = first_epoch - 1
         self._room_since: float | None = None
         """Since when what waits could be computed and is held for others to join; None: it is not."""
+        self._may_form = False
+        """Whether there is a worker for a batch that the former would let go."""
+        self._room_at: float | None = None
+        """When a batch can next be sent ahead to a busy worker, if it is to be another time."""
         self._outbox = Outbox()
         self._book = RequestBook(
             former, self._drain, self._prefill, self._pools, observer=observer, outbox=self._outbox
@@ -120,7 +124,10 @@ class SchedulerCore:
 
     def wake_at(self) -> float | None:
         """Return when `tick` must be called if nothing happens before, or None."""
-        return self._former.wake_at() if self._prefill.num_idle else None
+        wake_at = self._former.wake_at() if self._may_form else None
+        if self._room_at is None or not len(self._former):
+            return wake_at
+        return self._room_at if wake_at is None else min(wake_at, self._room_at)
 
     # What happens.
 
@@ -225,9 +232,9 @@ class SchedulerCore:
         return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
 
     def prefill_done(self, result: PrefillResult, now: float) -> None:
-        """A prefill worker finished its batch and is idle again."""
+        """A prefill worker finished a batch, the only one that it had or the first of two."""
         self._observer.prefilled(result)
-        batch = self._prefill.take_batch(result.worker, now, result.seconds)
+        batch = self._prefill.take_batch(result.worker, result.batch_id, now, result.seconds)
         self._former.observe(_num_tokens(batch), result.seconds)
         for outcome in result.outcomes:
             entry = self._book.entries[outcome.request_id]
@@ -309,28 +316,36 @@ class SchedulerCore:
         if not may_form:
             return self._outbox.take()
         self._let_leave(now)
-        # While such a request waits for pages nobody else gets any, or it would wait for ever.
-        if not self._dispatch_alone(now):
-            return self._outbox.take()
-        while self._prefill.num_idle and (pool := self._pools.choose()) is not None:
-            if self._room_since is None:
+        # While such a request waits nobody else gets pages or workers, or it would wait for ever.
+        if self._dispatch_alone(now):
+            self._form_batches(now)
+        else:
+            self._may_form, self._room_at = False, None
+        return self._outbox.take()
+
+    # How it is done.
+
+    def _form_batches(self, now: float) -> None:
+        """Send the batches that are due, to idle workers or ahead to busy ones."""
+        while (room := self._prefill.room(now)) is not None and (pool := self._pools.choose()) is not None:
+            if self._room_since is None and room.is_idle:
                 self._room_since = now
             formed = self._former.form(
                 now,
                 free_pages=pool.free_pages,
                 free_sequences=pool.free_sequences,
-                workers=self._prefill.view(now),
+                workers=room.workers,
+                only_full=room.only_full,
             )
             if formed is None:
-                if self._former.wake_at() is None:
-                    self._room_since = None  # Nothing waits, or nothing that waits fits.
+                if not room.is_idle or self._former.wake_at() is None:
+                    self._room_since = None  # Nothing waits for others, or nothing that waits fits.
                 break
             self._dispatch(pool, formed, now)
         else:
             self._room_since = None
-        return self._outbox.take()
-
-    # How it is done.
+        self._may_form = room is not None
+        self._room_at = self._prefill.next_room_at(now)
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""
@@ -371,9 +386,8 @@ class SchedulerCore:
         return entry
 
     def _prefill_lost(self, name: str, now: float) -> None:
-        batch, sending = self._prefill.remove_lost(name)
-        items = batch.items if batch is not None else ()
-        entries = [self._book.entries[item.request.request_id] for item in items]
+        batches, sending = self._prefill.remove_lost(name)
+        entries = [self._book.entries[item.request.request_id] for batch in batches for item in batch.items]
         for entry in entries:
             self._book.release(entry)
         self._book.died_with(entries, name, now)
@@ -385,12 +399,20 @@ class SchedulerCore:
                     self._book.give_up(item, now)
 
     def _dispatch_alone(self, now: float) -> bool:
-        """Send the next request that must be prefilled alone, if any. Returns False if it has to wait for pages."""
+        """Send the next request that must be prefilled alone, if any.
+
+        Returns False if it has to wait: for pages, or for a worker that has nothing to do.
+        """
         queued = self._book.next_alone()
-        if queued is None or not self._prefill.num_idle:
+        if queued is None:
             return True
         pool = self._pools.choose()
-        if pool is None or pool.free_pages < queued.num_pages or not pool.free_sequences:
+        if (
+            not self._prefill.num_idle
+            or pool is None
+            or pool.free_pages < queued.num_pages
+            or not pool.free_sequences
+        ):
             return False
         self._dispatch(pool, self._book.take_alone(queued, now), now)
         return True
@@ -413,7 +435,9 @@ class SchedulerCore:
         self._pools.changed(pool)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=pool.name, items=tuple(items))
-        worker = self._prefill.dispatch(batch, self._former.expected_seconds(formed.num_tokens), now)
+        expected_s = self._former.expected_seconds(formed.num_tokens)
+        is_alone = self._book.entries[formed.requests[0].request_id].is_alone
+        worker = self._prefill.dispatch(batch, expected_s, now, is_alone=is_alone)
         self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
         self._observer.batch_formed(batch, worker, formed)
 

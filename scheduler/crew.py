@@ -59,7 +59,7 @@ class Crew:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._away: set[str] = set()
         self._runs: dict[str, int] = {}
-        self._last_run = life
+        self._last_run = self._life = life
         self._watchdog = Watchdog(watchdog_timeout_s)
         self._watchdog_s = watchdog_timeout_s
         self._opened = asyncio.Event()
@@ -155,6 +155,11 @@ class Crew:
         if self._must_recover:
             self._must_recover = False
             self._actors.spawn(self._recover())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known what can be accepted."""
+        return self._opened.is_set()
 
     async def until_open(self) -> None:
         """Wait until it is known what can be accepted."""
@@ -317,7 +322,12 @@ class Crew:
             else:
                 self._core.expect_decode_worker(name)
         # A batch that is still computed must not write into pages that are given to others: it is waited for.
-        idle = [asyncio.ensure_future(self._actors.lives(name)) for name in names]
+        idle = [
+            asyncio.ensure_future(
+                self._actors.retire(name, self._life) if name in prefill else self._actors.lives(name)
+            )
+            for name in names
+        ]
         if idle:
             await asyncio.wait(idle, timeout=self._watchdog_s)
         for name, answer in zip(names, idle, strict=True):

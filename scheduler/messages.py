@@ -364,11 +364,12 @@ class Timing:
     """Where a sequence's time went, in durations: clocks of different hosts need not agree."""
 
     queued_s: float = 0.0
-    """It waited because all prefill workers were busy, or no decode worker had room."""
+    """It waited because all prefill workers were busy, or no decode worker had room; also at the prefill worker, behind
+    the batch before its own."""
     held_s: float = 0.0
     """It was held besides, for others to join its batch."""
     prefill_s: float = 0.0
-    """Its batch was at the prefill worker."""
+    """Its batch was at the prefill worker, with none before it."""
     handoff_s: float = 0.0
     """Its pages were on their way to the decode worker."""
 

@@ -1,4 +1,4 @@
-"""Which worker gets the next batch: of the prefill workers the first to be done, of the decode workers the
+"""Which worker gets the next batch: of the prefill workers the first to be idle, of the decode workers the
 emptiest.
 
 Both choices cost O(log n) in the number of workers, so that a fleet of a thousand is no slower than one.
@@ -6,9 +6,9 @@ Both choices cost O(log n) in the number of workers, so that a fleet of a thousa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.batching.policies import Workers
 
@@ -63,21 +63,39 @@ class _PrefillWorker:
     """What its batches take, as a multiple of what the cost model expects."""
     busy_until: float = 0.0
     """When it is expected to have finished what it was given."""
-    num_batches: int = 0
+    in_flight: list[float] = field(default_factory=list)
+    """What each of its batches takes by the cost model, the oldest first."""
+    is_closed: bool = False
+    """It gets no further batch before it is idle."""
+
+
+class Room(NamedTuple):
+    """Where a batch could go now."""
+
+    workers: Workers
+    """The workers as a policy is to see them: the one that would take the batch counts as idle."""
+    is_idle: bool
+    """It is."""
+    only_full: bool
+    """It has something to do for so long that only a batch that cannot become better should be sent ahead."""
 
 
 class PrefillPlacement:
     """Owns what each prefill worker has in flight, and how fast it was of late.
 
-    A batch goes to the worker that is expected to finish it first. Among the idle ones that is the fastest;
-    among the busy ones that may be given a further batch, the one that is idle first.
+    A batch goes to an idle worker, the fastest of them. If none is idle, it can be sent ahead to a busy one that may
+    be given a further batch, the one that is idle first: `lead_s` before that, which is what a message takes, or
+    `full_lead_s` before that, if the batch is full. What is sent ahead cannot be taken back, so earlier than that
+    nothing is: others might come that should join it, or go before it.
     """
 
-    def __init__(self, *, max_batches: int = 1) -> None:
+    def __init__(self, *, max_batches: int = 1, lead_s: float = 0.002, full_lead_s: float = 0.05) -> None:
         """`max_batches` is how many batches a worker may have in flight."""
         if max_batches < 1:
             raise ValueError(f"max_batches must be >= 1, got {max_batches}")
         self._max_batches = max_batches
+        self._lead_s = lead_s
+        self._full_lead_s = full_lead_s
         self._workers: dict[str, _PrefillWorker] = {}
         self._idle: _Ranking[float] = _Ranking()
         self._busy: _Ranking[float] = _Ranking()
@@ -99,17 +117,36 @@ class PrefillPlacement:
         for ranking in (self._idle, self._busy, self._full):
             ranking.remove(name)
 
-    def choose(self, expected_s: float, now: float) -> str | None:
-        """Return the worker for a batch that takes `expected_s` by the cost model; None if all are full."""
-        best: tuple[float, str] | None = None
-        for ranking in (self._idle, self._busy):
-            least = ranking.least()
-            if least is not None:
-                worker = self._workers[least[0]]
-                done_at = max(now, worker.busy_until) + worker.slowness * expected_s
-                if best is None or done_at < best[0]:
-                    best = (done_at, least[0])
-        return None if best is None else best[1]
+    def choose(self) -> str | None:
+        """Return the worker for the next batch; None if all are full."""
+        least = self._idle.least() or self._busy.least()
+        return None if least is None else least[0]
+
+    def room(self, now: float) -> Room | None:
+        """Return what `choose` would be for; None if no batch should be sent now."""
+        if self.num_idle:
+            return Room(self.workers(now), is_idle=True, only_full=False)
+        least = self._busy.least()
+        if least is None or least[1] - self._full_lead_s > now:
+            return None
+        name, idle_at = least
+        self._busy.remove(name)
+        others = self.workers(now)
+        self._busy.put(name, idle_at)
+        return Room(
+            others._replace(num_idle=1),
+            is_idle=False,
+            # One that is late by more than that takes nobody knows how long.
+            only_full=not idle_at - self._lead_s <= now <= idle_at + self._lead_s,
+        )
+
+    def next_room_at(self, now: float) -> float | None:
+        """Return when `room` will be another one if nothing happens before; None if it will not."""
+        least = None if self.num_idle else self._busy.least()
+        if least is None:
+            return None
+        changes = (least[1] - self._full_lead_s, least[1] - self._lead_s)
+        return next((at for at in changes if at > now), None)
 
     def workers(self, now: float) -> Workers:
         """Return how many are idle and busy, and when the next is expected to be idle, not before `now`."""
@@ -120,32 +157,33 @@ class PrefillPlacement:
             next_idle_at=max(now, min(ends)) if ends else None,
         )
 
-    def dispatched(self, name: str, expected_s: float, now: float) -> None:
-        """A worker was given a batch that takes `expected_s` by the cost model."""
+    def dispatched(self, name: str, expected_s: float, now: float, *, is_alone: bool = False) -> None:
+        """A worker was given a batch that takes `expected_s` by the cost model. `is_alone`: none follows it ahead."""
         worker = self._workers[name]
         worker.busy_until = max(now, worker.busy_until) + worker.slowness * expected_s
-        worker.num_batches += 1
+        worker.in_flight.append(expected_s)
+        worker.is_closed |= is_alone
         self._place(name)
 
     def finished(self, name: str, expected_s: float, seconds: float, now: float) -> None:
-        """A worker finished the oldest of its batches, in `seconds`."""
+        """A worker finished one of its batches, in `seconds`."""
         worker = self._workers[name]
-        worker.num_batches -= 1
+        worker.in_flight.remove(expected_s)
         if expected_s > 0 and seconds > 0:
             ratio = seconds / expected_s / worker.slowness
             ratio = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
             worker.slowness *= 1 + _NEWEST_WEIGHT * (ratio - 1)
-        if worker.num_batches == 0:
-            worker.busy_until = now
+        worker.busy_until = now + worker.slowness * sum(worker.in_flight)
+        worker.is_closed &= bool(worker.in_flight)
         self._place(name)
 
     def _place(self, name: str) -> None:
         worker = self._workers[name]
         for ranking in (self._idle, self._busy, self._full):
             ranking.remove(name)
-        if worker.num_batches == 0:
+        if not worker.in_flight:
             self._idle.put(name, worker.slowness)
-        elif worker.num_batches < self._max_batches:
+        elif len(worker.in_flight) < self._max_batches and not worker.is_closed:
             self._busy.put(name, worker.busy_until)
         else:
             self._full.put(name, worker.busy_until)

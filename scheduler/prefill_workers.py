@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler.batching.policies import Workers
 from scheduler.messages import PrefillBatch, PrefillResult
-from scheduler.placement import PrefillPlacement
+from scheduler.placement import PrefillPlacement, Room
 
 
 class ComputedBatch(NamedTuple):
@@ -17,30 +16,39 @@ class ComputedBatch(NamedTuple):
     result: PrefillResult
 
 
+_MAX_BATCHES = 2
+"""One that is computed, and one that is ready to be as soon as it ends."""
+
+
+class _Dispatched(NamedTuple):
+    batch: PrefillBatch
+    expected_s: float
+    """What it takes by the cost model."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    batch: PrefillBatch | None = None
-    expected_s: float = 0.0
-    """What its batch takes by the cost model."""
+    in_flight: dict[int, _Dispatched] = field(default_factory=dict)
+    """By the batch's id, the oldest first."""
     sending: dict[int, ComputedBatch] = field(default_factory=dict)
     is_draining: bool = False
 
 
 class PrefillWorkers:
-    """Owns the batch that each prefill worker computes, at most one, and those whose pages it still sends."""
+    """Owns the batches that each prefill worker has to compute, at most two, and those whose pages it still sends."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._away: set[str] = set()
         self._draining: dict[str, _Worker] = {}
-        self._placement = PrefillPlacement()
+        self._placement = PrefillPlacement(max_batches=_MAX_BATCHES)
 
     def __contains__(self, name: str) -> bool:
         return name in self._workers
 
     @property
     def num_idle(self) -> int:
-        """Workers that may be given a batch."""
+        """Workers that have nothing to compute and may be given a batch."""
         return self._placement.num_idle
 
     @property
@@ -51,16 +59,20 @@ class PrefillWorkers:
     @property
     def busy(self) -> list[str]:
         """Workers that have a batch to compute, or pages to send."""
-        return [name for name, worker in self._workers.items() if worker.batch is not None or worker.sending]
+        return [name for name, worker in self._workers.items() if worker.in_flight or worker.sending]
 
     @property
     def draining(self) -> dict[str, bool]:
         """Whether each worker drains, by name."""
         return {name: worker.is_draining for name, worker in self._workers.items()}
 
-    def view(self, now: float) -> Workers:
-        """Return what a batch policy wants to know of them."""
-        return self._placement.workers(now)
+    def room(self, now: float) -> Room | None:
+        """Return where a batch could go now, None if none should be sent."""
+        return self._placement.room(now)
+
+    def next_room_at(self, now: float) -> float | None:
+        """Return when `room` will be another one if nothing happens before; None if it will not."""
+        return self._placement.next_room_at(now)
 
     def add(self, name: str) -> None:
         """A worker is ready, and idle."""
@@ -77,21 +89,23 @@ class PrefillWorkers:
         """A worker that was expected will not come."""
         self._away.discard(name)
 
-    def dispatch(self, batch: PrefillBatch, expected_s: float, now: float) -> str:
-        """Give a batch to the best of the idle workers, and return its name."""
-        name = self._placement.choose(expected_s, now)
-        assert name is not None, "no prefill worker is idle"
-        self._placement.dispatched(name, expected_s, now)
-        self._workers[name].batch, self._workers[name].expected_s = batch, expected_s
+    def dispatch(self, batch: PrefillBatch, expected_s: float, now: float, *, is_alone: bool) -> str:
+        """Give a batch to the worker for which there is room, and return its name.
+
+        `is_alone`: it has the worker for itself.
+        """
+        name = self._placement.choose()
+        assert name is not None, "no prefill worker has room"
+        self._placement.dispatched(name, expected_s, now, is_alone=is_alone)
+        self._workers[name].in_flight[batch.batch_id] = _Dispatched(batch, expected_s)
         return name
 
-    def take_batch(self, name: str, now: float, seconds: float = 0.0) -> PrefillBatch:
+    def take_batch(self, name: str, batch_id: int, now: float, seconds: float = 0.0) -> PrefillBatch:
         """A worker's batch is back after so many seconds; 0 if that says nothing about its speed."""
         worker = self._workers[name]
-        batch, worker.batch = worker.batch, None
-        assert batch is not None, f"{name} has no batch"
+        batch, expected_s = worker.in_flight.pop(batch_id)
         if not worker.is_draining:
-            self._placement.finished(name, worker.expected_s, seconds, now)
+            self._placement.finished(name, expected_s, seconds, now)
         return batch
 
     def is_sending(self, batch: PrefillBatch, result: PrefillResult) -> None:
@@ -114,16 +128,16 @@ class PrefillWorkers:
         if not self._draining:
             return []
         names = [
-            name for name, worker in self._draining.items() if worker.batch is None and not worker.sending
+            name for name, worker in self._draining.items() if not worker.in_flight and not worker.sending
         ]
         for name in names:
             del self._workers[name], self._draining[name]
         return names
 
-    def remove_lost(self, name: str) -> tuple[PrefillBatch | None, list[ComputedBatch]]:
-        """Forget a worker that died; return the batch that it computed, and those whose pages it sent."""
+    def remove_lost(self, name: str) -> tuple[list[PrefillBatch], list[ComputedBatch]]:
+        """Forget a worker that died; return the batches that it was to compute, and those whose pages it sent."""
         worker = self._workers.pop(name)
         self._draining.pop(name, None)
         if not worker.is_draining:
             self._placement.remove(name)
-        return worker.batch, list(worker.sending.values())
+        return [batch for batch, _ in worker.in_flight.values()], list(worker.sending.values())

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.messages import (
-    RAY_NAMESPACE,
     SCHEDULER_NAME,
     DecodeStart,
     DecodeWorkerInfo,
@@ -24,6 +24,7 @@ from scheduler.messages import (
     StepReport,
     WorkerConfig,
 )
+from scheduler.wire import ThreadReactor, Wire, WireServer, serve_actor
 from worker.figures import WorkerFigures
 
 if TYPE_CHECKING:
@@ -49,10 +50,13 @@ class DecodeWorker:
         self._sender: EventSender
         self._pool: KVPool
         self._receiver: Receiver
+        self._server: WireServer
         self._handle: PoolHandle | None = None
         self._load_seconds = 0.0
         self._info: DecodeWorkerInfo | None = None
         self._stepping = threading.Lock()
+        self._reactor = ThreadReactor("wire")
+        self._wire = Wire(self._reactor)
 
     def __repr__(self) -> str:
         return f"DecodeWorker({self._config.name}, {self._config.model_name})"
@@ -65,6 +69,13 @@ class DecodeWorker:
         """
         if self._info is None:
             self._info = self._load()
+            # Not earlier: what comes is for this process, whose pool the scheduler knows from now on.
+            self._server = serve_actor(
+                self._config.name,
+                self._reactor,
+                {"add": self.add, "grow": self.grow, "cancel": self.cancel},
+            )
+            freeze_what_is_loaded()
             return self._info
         self._commands.put(None)
         with self._stepping:
@@ -88,7 +99,7 @@ class DecodeWorker:
         config, started = self._config, time.perf_counter()
         self._model = load(config)
         self._pool, handle = make_pool(self._model, config)
-        self._sender = EventSender(config.name)
+        self._sender = EventSender(config.name, self._wire)
         handle = replace(handle, node_id=ray.get_runtime_context().get_node_id())
         if config.takes_remote_pages != "no":
             from worker.handoff.receiver import Receiver
@@ -145,7 +156,7 @@ class DecodeWorker:
         """
         from worker.failures import end_process
 
-        scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
+        self._wire.handle(SCHEDULER_NAME)  # kept: no step is to fail because the scheduler has just ended
         numbers = count(1)
         with self._stepping:
             try:
@@ -153,7 +164,7 @@ class DecodeWorker:
                     outcome = self._engine.step()
                     self._sender.send(outcome.events)
                     report = self._report(outcome, run_id, next(numbers))
-                    scheduler.step_done.remote(report)
+                    self._wire.post(SCHEDULER_NAME, "step_done", report)
                     self._figures.stepped(report)
             except Exception as error:
                 end_process(self._config.name, error)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
 
-import ray
-
-from scheduler.messages import RAY_NAMESPACE, TokenEvent, TokenEvents
+from scheduler.messages import TokenEvent, TokenEvents
+from scheduler.wire import Wire
 
 
 class EventSender:
     """Sends token events to ApiServer actors: one message to each per call, whatever the number of tokens."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, wire: Wire) -> None:
         self._source = source
-        self._handles: dict[str, Any] = {}
+        self._wire = wire
 
     def send(self, events: Iterable[tuple[str, TokenEvent]]) -> None:
         """Send each (ApiServer name, event). An ApiServer that is gone is passed over: its clients are gone too."""
@@ -24,10 +23,6 @@ class EventSender:
         for server, event in events:
             by_server[server].append(event)
         for server, batch in by_server.items():
-            try:
-                if server not in self._handles:
-                    self._handles[server] = ray.get_actor(server, namespace=RAY_NAMESPACE)
-                self._handles[server].deliver.remote(TokenEvents(source=self._source, events=tuple(batch)))
-            except ValueError:
-                # Not found: the actor died. Its requests are cancelled by the scheduler, not here.
-                self._handles.pop(server, None)
+            # ValueError: not found, the actor died. Its requests are cancelled by the scheduler, not here.
+            with suppress(ValueError):
+                self._wire.post(server, "deliver", TokenEvents(source=self._source, events=tuple(batch)))

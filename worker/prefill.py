@@ -39,12 +39,14 @@ from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
 from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, UsePool, together
 from worker.prefill_plan import (
+    Known,
+    Started,
     failed_result,
     merge_handoffs,
     merge_results,
     split_batch,
 )
-from worker.prefill_submitted import Arriving, Launched, SubmittedPrefill
+from worker.prefill_submitted import Arriving, DeviceTime, Launched, SubmittedPrefill
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class PrefillEngine:
         self._handoffs: dict[str, Handoff] = {}
         self._runners: dict[str, ModelRunner] = {}
         self._open: dict[str, PoolHandle] = {}
+        self._device_time = DeviceTime()
         self._arrivals: dict[int, list[Arriving]] = {}
         """Of batches that are computed: what is still on its way."""
 
@@ -204,26 +207,37 @@ class PrefillEngine:
         If `PrefillResult.handoff_pending`, `handed_off` says later what became of the pages. Raises what the process
         cannot go on after (`is_fatal`).
         """
+        try:
+            return self.start(batch).result()
+        except Exception as error:
+            return self.recover(batch, error)
+
+    def start(self, batch: PrefillBatch) -> Started:
+        """Start a batch, whose result may be taken in another thread. Where either raises, `recover` is what is left.
+
+        Into pages that decode workers share it returns before the batch is computed, on a GPU.
+        """
         if batch.decode_worker not in self._handoffs:
             gone = StaleLeaseError(f"{batch.decode_worker} is gone, and its pages with it")
-            return failed_result(self.name, batch, gone)
-        try:
-            return self._run(batch)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            _LOG.exception("batch %d of %d requests", batch.batch_id, len(batch.items))
-            if len(batch.items) == 1:
-                return failed_result(self.name, batch, WorkerFailedError(f"{type(error).__name__}: {error}"))
-        # One of them is bad. What was computed is computed again, to the same pages.
-        return merge_results([self.run(replace(batch, items=(item,))) for item in batch.items])
-
-    def _run(self, batch: PrefillBatch) -> PrefillResult:
+            return Known(failed_result(self.name, batch, gone))
         handoff = self._handoffs[batch.decode_worker]
-        parts = [batch]
-        if handoff.max_pages is not None:
-            parts = split_batch(batch, handoff.max_pages, handoff.pool.page_size)
-        return merge_results([self.submit(part).result() for part in parts])
+        if handoff.max_pages is None:
+            return self.submit(batch)
+        # Its parts may not fit into our own pages together, and reading them out would wait for the next batch.
+        parts = split_batch(batch, handoff.max_pages, handoff.pool.page_size)
+        return Known(merge_results([self.submit(part).result() for part in parts]))
+
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        """Compute the items of a batch alone, as one of them is bad. What was computed goes to the same pages again.
+
+        Raises `error` if the process cannot go on after it (`is_fatal`), or if other ranks may be in that batch still.
+        """
+        if is_fatal(error) or self.model.group is not None:
+            raise error
+        _LOG.error("batch %d of %d requests", batch.batch_id, len(batch.items), exc_info=error)
+        if len(batch.items) == 1:
+            return failed_result(self.name, batch, WorkerFailedError(f"{type(error).__name__}: {error}"))
+        return merge_results([self.run(replace(batch, items=(item,))) for item in batch.items])
 
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a batch have arrived, or cannot. For another thread than that of `run`."""
@@ -251,6 +265,7 @@ class PrefillEngine:
             eager_reason=runner.eager_reason,
             cost=self._cost,
             started=started,
+            device_time=self._device_time,
         )
 
     def _launch(self, batch: PrefillBatch, tokens: Sequence[Sequence[int]], writing: Writing) -> Launched:

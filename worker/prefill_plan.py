@@ -1,13 +1,31 @@
-"""How a prefill batch is cut into what can be computed at once, and how its results are put together again. Pure."""
+"""A prefill batch under way, how it is cut into what fits, and how its results are put together again. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from scheduler.errors import PurefillError
 from scheduler.messages import HandoffResult, PrefillBatch, PrefillItem, PrefillOutcome, PrefillResult
+
+
+class Started(Protocol):
+    """A batch under way."""
+
+    def result(self) -> PrefillResult:
+        """Wait for the batch and return what became of its items."""
+
+
+class Known(NamedTuple):
+    """The result of a batch that is not under way any more."""
+
+    known: PrefillResult
+
+    def result(self) -> PrefillResult:
+        """Return it."""
+        return self.known
 
 
 def split_batch(batch: PrefillBatch, max_pages: int, page_size: int) -> list[PrefillBatch]:

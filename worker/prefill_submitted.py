@@ -41,6 +41,18 @@ class Launched:
     """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
 
 
+class DeviceTime:
+    """Owns since when the device computes nothing of ours. Batches run one after the other, as they were started."""
+
+    def __init__(self) -> None:
+        self._free_since = float("-inf")
+
+    def ended(self, started: float) -> float:
+        """The oldest batch, started then, has ended; return its seconds, without its wait for the one before it."""
+        begun, self._free_since = max(started, self._free_since), time.perf_counter()
+        return self._free_since - begun
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedPrefill:
     """A batch under way."""
@@ -55,6 +67,7 @@ class SubmittedPrefill:
     eager_reason: str | None
     cost: PrefillCost
     started: float
+    device_time: DeviceTime
 
     def result(self) -> PrefillResult:
         """Wait for the batch and return what became of its items."""
@@ -65,7 +78,7 @@ class SubmittedPrefill:
         except BaseException:
             self.handoff.finish(self.writing)  # Whatever it holds, its pages come back.
             raise
-        seconds = time.perf_counter() - self.started
+        seconds = self.device_time.ended(self.started)
         arriving = Arriving(
             worker=self.worker,
             batch_id=self.batch.batch_id,

@@ -19,10 +19,11 @@ from scheduler.api.body import BodyReader, parse_as
 from scheduler.api.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from scheduler.api.chat_template import ChatTemplate
 from scheduler.api.completion_protocol import CompletionRequest, CompletionResponse
+from scheduler.api.direct import route_directly
 from scheduler.api.engine import Engine
 from scheduler.api.errors import INTERNAL_ERROR, error_response
 from scheduler.api.fields import shorten
-from scheduler.api.generation import GenerationStarter
+from scheduler.api.generation import BODIES, GenerationStarter
 from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket, make_ticket
 from scheduler.api.journaling import Journaling
 from scheduler.api.open_requests import OpenRequests
@@ -142,6 +143,7 @@ def create_app(
     _add_error_handlers(app)
     # Onto the application itself: routers that it includes cost each request a search.
     _add_generation_routes(app, parts)
+    route_directly(app, BODIES)
     _add_model_routes(app, parts)
     _add_token_routes(app, parts)
     _add_service_routes(app, engine, journaling)

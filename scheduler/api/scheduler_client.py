@@ -1,4 +1,4 @@
-"""The engine behind the HTTP API: the Scheduler actor, which answers over Ray."""
+"""The engine behind the HTTP API: the Scheduler actor, which answers over Ray or a shorter way."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from scheduler.messages import (
 )
 from scheduler.observe.exposition import render
 from scheduler.observe.registry import Registry
+from scheduler.wire import Peer, RayPeer
 
 _HEARTBEAT_S = 1.0
 _PAUSE_S = 0.1
@@ -74,8 +75,11 @@ class SchedulerClient:
         journal_status: Callable[[], JournalStatus] | None = None,
         answer_timeout_s: float = 10.0,
         submit_timeout_s: float = 60.0,
+        short_way: Peer | None = None,
     ) -> None:
         """Talk to the actor handle `scheduler`, as the ApiServer `name`; `admission` has the queue's limits.
+
+        What is sent often goes to the same actor by `short_way`, if there is one.
 
         What is counted in `registry` goes to the scheduler with each heartbeat and with each scrape, and what
         `journal_status` returns with each heartbeat. A scheduler that does not answer within
@@ -83,6 +87,7 @@ class SchedulerClient:
         request.
         """
         self._scheduler = scheduler
+        self._hot: Peer = short_way or RayPeer(scheduler)
         self._name = name
         self._life = time.time_ns()
         self._model = model
@@ -132,7 +137,7 @@ class SchedulerClient:
         except BaseException as error:
             self._router.close(submission.request_ids)
             if submission.accepted:  # given up in the moment between the answer and this line
-                self._scheduler.cancel.remote(submission.request_ids)
+                self._hot.post("cancel", submission.request_ids)
             if isinstance(error, TimeoutError):
                 raise UnavailableError(
                     f"the scheduler did not accept the request within {self._submit_timeout_s:g} s"
@@ -147,7 +152,7 @@ class SchedulerClient:
         """End these requests, if they have not ended. Does not wait for the scheduler."""
         running = tuple(self._router.close(request_ids))
         if running:
-            self._scheduler.cancel.remote(running)
+            self._hot.post("cancel", running)
 
     async def abort(self, completion_id: str, key_digest: str) -> int:
         """End a completion, of whichever ApiServer; return how many sequences it had.
@@ -286,7 +291,7 @@ class SchedulerClient:
         # Only now is it certain that a cancel comes after.
         over = tuple(request.request_id for request in requests if request.request_id not in self._router)
         if over:
-            self._scheduler.cancel.remote(over)
+            self._hot.post("cancel", over)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing any more, and wait until all that was accepted is answered, or the time is over."""
@@ -309,24 +314,23 @@ class SchedulerClient:
         self._is_draining = True
         request_ids = self._router.fail_all(UnavailableError(reason))
         if request_ids:
-            self._scheduler.cancel.remote(tuple(request_ids))
+            self._hot.post("cancel", tuple(request_ids))
 
     def _send_submissions(self) -> None:
         """Send what was submitted in this turn of the event loop, except what was given up already."""
         submissions = [submission for submission in self._submissions if not submission.answer.done()]
         self._submissions = []
         if submissions:
-            task = asyncio.ensure_future(self._exchange(submissions))
+            answer = self._hot.call("submit", tuple(submission.requests for submission in submissions))
+            task = asyncio.ensure_future(self._exchange(submissions, answer))
             # asyncio itself keeps no reference to a running task.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _exchange(self, submissions: Sequence[_Submission]) -> None:
-        """Send submissions in one message and hand out the scheduler's answers."""
+    async def _exchange(self, submissions: Sequence[_Submission], answer: Awaitable[SubmitReply]) -> None:
+        """Wait for the scheduler's answers to submissions that went in one message, and hand them out."""
         try:
-            reply: SubmitReply = await self._scheduler.submit.remote(
-                tuple(submission.requests for submission in submissions)
-            )
+            reply = await answer
         except ActorUnavailableError:
             # It starts again, and is told of them as of what it had accepted.
             self._seen = None
@@ -349,7 +353,7 @@ class SchedulerClient:
                     submission.answer.set_result(rejection)
             elif rejection is None:
                 # The client went while the scheduler accepted. Only now is it certain that a cancel comes after.
-                self._scheduler.cancel.remote(submission.request_ids)
+                self._hot.post("cancel", submission.request_ids)
 
     def _is_accepted(self, submission: _Submission) -> None:
         # At once, not when its reader runs next: the scheduler may be asked to resume in between.

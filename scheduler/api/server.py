@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -29,6 +28,7 @@ from scheduler.api.request_log import RequestIdFilter
 from scheduler.api.scheduler_client import SchedulerClient
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.errors import ConfigError
+from scheduler.garbage import freeze_what_is_loaded
 from scheduler.journal.base import JournalError
 from scheduler.journal.connect import make_journal
 from scheduler.journal.settings import JournalConfig, host_of
@@ -37,6 +37,7 @@ from scheduler.observe import catalogue as m
 from scheduler.observe.logs import LogFormat, log_to_stderr
 from scheduler.observe.registry import Registry
 from scheduler.observe.traces import OtelRecorder, make_recorder
+from scheduler.wire import AsyncioReactor, Wire, WireServer, serve_actor
 
 _BACKLOG = 2048
 _OTHER_FILES = 512
@@ -95,6 +96,8 @@ class ApiServer:
         self._journaling: Journaling | None = None
         self._watching: asyncio.Task[None] | None = None
         self._servers: dict[_Server, asyncio.Task[None]] = {}
+        self._wire: Wire | None = None
+        self._wire_server: WireServer | None = None
         self._recorder: OtelRecorder | None = None
 
     def __repr__(self) -> str:
@@ -125,8 +128,10 @@ class ApiServer:
                 listener.close()
             if self._journaling is not None:
                 await self._journaling.stop()
+            self._close_wire()
             raise
         self._url = self._url_at(listeners[0].getsockname()[1])
+        freeze_what_is_loaded()
         logger.info("%r serves %s", self, config.model.name)
         return self._url
 
@@ -141,13 +146,19 @@ class ApiServer:
             self._recorder = make_recorder(
                 config.otlp_endpoint, model=config.model.name, api_server=config.name
             )
+        reactor = AsyncioReactor()
+        self._wire = Wire(reactor, namespace=config.namespace)
         self._client = SchedulerClient(
-            ray.get_actor(config.scheduler, namespace=config.namespace),
+            self._wire.handle(config.scheduler),
             name=config.name,
             model=config.model,
             admission=Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens),
             registry=registry,
             journal_status=journaling.status,
+            short_way=self._wire.peer(config.scheduler),
+        )
+        self._wire_server = serve_actor(
+            config.name, reactor, {"deliver": self._client.deliver}, namespace=config.namespace
         )
         # Before anything is submitted, be it for a client or to go on with what the journal holds.
         await self._client.join()
@@ -241,8 +252,14 @@ class ApiServer:
         if self._journaling is not None:
             await self._journaling.stop()
         await asyncio.gather(*self._servers.values(), self._watching, return_exceptions=True)
+        self._close_wire()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+
+    def _close_wire(self) -> None:
+        for end in (self._wire_server, self._wire):
+            if end is not None:
+                end.close()
 
 
 def _protocol(limits: ConnectionLimits) -> Any:

@@ -99,11 +99,13 @@ class BatchFormer:
         free_pages: int,
         free_sequences: int,
         workers: Workers = _ONE_IDLE,
+        only_full: bool = False,
     ) -> FormedBatch | None:
         """Return the batch to send now to an idle prefill worker, or None to hold.
 
         The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the
-        queue.
+        queue. `only_full`: it leaves only if nothing could join it, for whatever reason but want of room in that
+        decode worker.
         """
         self._wake_at = None
         if not self._queue or free_sequences < 1:
@@ -119,6 +121,8 @@ class BatchFormer:
         )
         packing = self._packer.pack(self._queue.in_order(), limits, now, self._queue.num_tokens)
         if not packing.entries:
+            return None
+        if only_full and len(packing.entries) < most_requests and not packing.is_saturated:
             return None
         requests = tuple([entry.request for entry in packing.entries])
         view = BatchView(

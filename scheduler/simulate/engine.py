@@ -68,6 +68,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
         self._prefill_runs: dict[str, int] = {}
+        self._prefill_busy_until: dict[str, float] = {}
+        """When each prefill worker is done with what it was given."""
         self._decode: dict[str, VirtualDecodeWorker] = {}
         self._planned: dict[str, float] = {}
         """When each decode worker's next event is."""
@@ -174,6 +176,7 @@ class Simulation:
 
     def _join_prefill(self, name: str, now: float) -> None:
         self._prefill_runs[name] = self._prefill_runs.get(name, 0) + 1
+        self._prefill_busy_until[name] = now
         self._core.add_prefill_worker(
             PrefillWorkerInfo(
                 name=name,
@@ -215,16 +218,17 @@ class Simulation:
             replays={},
             seconds=seconds,
         )
-        self._at(
-            now + 2 * self._costs.message_s + seconds, self._computed, (result, self._prefill_runs[name])
-        )
+        # One that was sent ahead begins when the one before it is done.
+        done_at = max(now + self._costs.message_s, self._prefill_busy_until[name]) + seconds
+        self._prefill_busy_until[name] = done_at
+        self._at(done_at + self._costs.message_s, self._computed, (result, self._prefill_runs[name]))
 
     def _computed(self, argument: tuple[PrefillResult, int], now: float) -> None:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
         neighbour = self._neighbour(result.worker)
-        if neighbour is not None:
+        if neighbour is not None and self._prefill_busy_until[result.worker] <= now:
             self._slow_down(neighbour, 1.0, now)
         done_at = now - self._costs.message_s
         self._watcher.token_at = done_at + self._costs.http_s / 2

@@ -96,6 +96,20 @@ def test_batches_under_way_do_not_disturb_each_other(qwen: tuple[Model, PreTrain
     assert late == one_by_one[::-1]
 
 
+def test_one_thread_starts_batches_while_another_takes_their_results(
+    qwen: tuple[Model, PreTrainedModel],
+) -> None:
+    prompts = prompts_of(*(3 + i % 29 for i in range(40)))
+    engines = Engines(qwen[0], num_pages=400)
+    items = [engines.item(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    one_by_one = [engines.run_prefill([item]).outcomes[0].token_id for item in items]
+    pipeline = engines.pipeline()
+    answers = [pipeline.submit(engines.batch([item])) for item in items]
+    results = [answer.result(60) for answer in answers]
+    assert [result.outcomes[0].token_id for result in results] == one_by_one
+    assert all(result.seconds >= 0 for result in results)
+
+
 @pytest.fixture
 def little_memory() -> Iterator[None]:
     torch.cuda.empty_cache()

@@ -23,10 +23,12 @@ from scheduler.messages import (
     DecodeStart,
     DecodeWorkerInfo,
     Figures,
+    Lease,
     ModelInfo,
     PageGrant,
     PoolHandle,
     PrefillBatch,
+    PrefillItem,
     PrefillOutcome,
     PrefillResult,
     PrefillWorkerInfo,
@@ -37,11 +39,13 @@ from scheduler.messages import (
     TokenEvents,
 )
 from scheduler.observe.registry import Registry
+from scheduler.wire import AsyncioReactor, Wire, serve_actor
 from scheduler.workers import create_actor
 from worker.decode_actor import DecodeWorker
 from worker.events import EventSender
 from worker.figures import WorkerFigures
 from worker.prefill_actor import PrefillWorker
+from worker.prefill_plan import Known
 
 MODEL = ModelInfo(
     name="m", max_model_len=512, vocab_size=300, eos_token_ids=(0,), dtype="float32", num_parameters=1
@@ -107,7 +111,7 @@ class CountingDecodeWorker(DecodeWorker):
     def _load(self) -> DecodeWorkerInfo:
         self._engine = CountingDecode()  # type: ignore[assignment]
         self._pool = SimpleNamespace(fence=lambda epoch: None)  # type: ignore[assignment]
-        self._sender = EventSender("decode-0")
+        self._sender = EventSender("decode-0", self._wire)
         self._figures = WorkerFigures("decode", "decode-0", model="m")
         pool = PoolHandle(
             decode_worker="decode-0",
@@ -157,7 +161,7 @@ class CountingPrefill:
     def detach(self, name: str) -> None:
         self.pools.pop(name, None)
 
-    def run(self, batch: PrefillBatch) -> PrefillResult:
+    def start(self, batch: PrefillBatch) -> Known:
         time.sleep(0.02)
         requests = [item.request for item in batch.items]
         if any(request.prompt_token_ids[0] == 9 for request in requests):
@@ -168,21 +172,26 @@ class CountingPrefill:
             )
             for request in requests
         )
-        return PrefillResult(
-            batch_id=batch.batch_id,
-            worker="prefill-0",
-            outcomes=outcomes,
-            num_tokens=1,
-            padding_tokens=0,
-            replays={},
-            seconds=0.02,
+        return Known(
+            PrefillResult(
+                batch_id=batch.batch_id,
+                worker="prefill-0",
+                outcomes=outcomes,
+                num_tokens=1,
+                padding_tokens=0,
+                replays={},
+                seconds=0.02,
+            )
         )
+
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        raise error
 
 
 class CountingPrefillWorker(PrefillWorker):
     def _load(self) -> PrefillWorkerInfo:
         self._engine = CountingPrefill()  # type: ignore[assignment]
-        self._sender = EventSender("prefill-0")
+        self._sender = EventSender("prefill-0", self._wire)
         self._figures = WorkerFigures("prefill", "prefill-0", model="m")
         return PrefillWorkerInfo(
             name="prefill-0",
@@ -208,13 +217,26 @@ class WatchedScheduler(Scheduler):
 class Server:
     """An ApiServer without HTTP."""
 
+    client: SchedulerClient
+
     def __init__(self, name: str) -> None:
-        admission = Admission(max_requests=256, max_tokens=100_000)
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
-        self.client = SchedulerClient(
-            scheduler, name=name, model=MODEL, admission=admission, registry=Registry()
-        )
+        self.name = name
         self.watching: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Talk to the others as an ApiServer does."""
+        reactor = AsyncioReactor()
+        wire = Wire(reactor)
+        self.client = SchedulerClient(
+            wire.handle(SCHEDULER_NAME),
+            name=self.name,
+            model=MODEL,
+            admission=Admission(max_requests=256, max_tokens=100_000),
+            registry=Registry(),
+            short_way=wire.peer(SCHEDULER_NAME),
+        )
+        self.server = serve_actor(self.name, reactor, {"deliver": self.client.deliver})
+        self.watching = asyncio.create_task(self.client.watch())
 
     async def deliver(self, events: TokenEvents) -> None:
         self.client.deliver(events)
@@ -222,7 +244,7 @@ class Server:
     async def complete(self, request: Request) -> list[int] | str:
         """Return the tokens of a request, or its error."""
         if self.watching is None:
-            self.watching = asyncio.create_task(self.client.watch())
+            self.begin()
         tokens: list[int] = []
         try:
             stream = await self.client.submit([request])
@@ -311,6 +333,12 @@ def test_deaths_and_hangs_of_any_part_change_no_answer(actors: dict[str, Any]) -
         late = requests(f"{i}-c", 4)
         answers += [server.complete.remote(request) for request in late]
         assert ray.get(answers, timeout=60) == [expected(request) for request in asked + late]
+    # A batch of the scheduler that died, which comes late, writes nothing into pages that others have now.
+    (request,) = requests("late", 1)
+    item = PrefillItem(request=request, lease=Lease(decode_worker="decode-0", epoch=1, page_ids=(1,)))
+    late_batch = PrefillBatch(batch_id=1, decode_worker="decode-0", items=(item,))
+    (outcome,) = ray.get(actors["prefill"].prefill.remote(late_batch)).outcomes
+    assert outcome.error_label == "stale_lease"
     gauges = ray.get(actors["scheduler"].metrics.remote(Figures())).gauges
     assert gauges["purefill_kv_pages"]["decode", "decode-0", "free"] == NUM_PAGES
     assert gauges["purefill_live_requests"][()] == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from hypothesis import HealthCheck, settings
+from hypothesis import event as note_event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -61,9 +62,9 @@ MODEL = ModelInfo(
 )
 
 
-def make_core(observer: Ends, *, first_epoch: int = 1) -> SchedulerCore:
+def make_core(observer: Ends, *, first_epoch: int = 1, max_requests: int = 4) -> SchedulerCore:
     cost_model = CostModel.proportional([16, 64])
-    policy = FixedPolicy(max_requests=4, timeout_s=TIMEOUT_S, cost_model=cost_model)
+    policy = FixedPolicy(max_requests=max_requests, timeout_s=TIMEOUT_S, cost_model=cost_model)
     return SchedulerCore(BatchFormer(policy, cost_model), LIMITS, observer, first_epoch=first_epoch)
 
 
@@ -226,11 +227,14 @@ class ScriptedDecode:
 class CoreMachine(RuleBasedStateMachine):
     """Drives a core through its public methods, as the Scheduler actor does."""
 
-    @initialize(num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
-    def start(self, num_prefill: int, num_decode: int) -> None:
+    @initialize(
+        num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2), max_requests=st.sampled_from([1, 2, 4])
+    )
+    def start(self, num_prefill: int, num_decode: int, max_requests: int) -> None:
         self.now = 100.0
         self.ends = Ends()
-        self.core = make_core(self.ends)
+        self.max_requests = max_requests
+        self.core = make_core(self.ends, max_requests=max_requests)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.disturbed: set[str] = set()  # at a worker when it died: tokens of theirs may come twice
@@ -245,7 +249,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.answered: Counter[str] = Counter()  # final events that were sent to the ApiServer
         self.leases: dict[SequenceRef, tuple[str, list[int]]] = {}
         self.page_epochs: dict[tuple[str, int], int] = {}
-        self.batches: dict[str, PrefillBatch | None] = {}
+        self.batches: dict[
+            str, list[PrefillBatch]
+        ] = {}  # at each prefill worker, the one being computed first
         self.sending: list[tuple[PrefillResult, PrefillBatch]] = []  # computed, their pages on the way
         self.decode: dict[str, ScriptedDecode] = {}
         self.draining: set[str] = set()
@@ -278,10 +284,10 @@ class CoreMachine(RuleBasedStateMachine):
         match action:
             case SendPrefill(worker=worker, batch=batch):
                 assert worker in self.batches, "a batch for a dead worker"
-                assert self.batches[worker] is None, "a batch for a busy worker"
+                self.check_sent_ahead(worker, batch)
                 assert batch.decode_worker in self.decode, "pages of a dead worker"
                 assert not {worker, batch.decode_worker} & self.draining, "work for one that leaves"
-                self.batches[worker] = batch
+                self.batches[worker].append(batch)
                 for item in batch.items:
                     self.take_lease(item)
             case SendDecodeStarts(worker=worker, starts=starts):
@@ -299,10 +305,19 @@ class CoreMachine(RuleBasedStateMachine):
                     self.deliver(event)
             case ReleaseWorker(worker=worker):
                 assert worker in self.draining
-                assert self.batches.pop(worker, None) is None, "released with a batch"
+                assert not self.batches.pop(worker, None), "released with a batch"
                 assert all(result.worker != worker for result, _ in self.sending), "released while it sends"
                 assert all(name != worker for name, _ in self.leases.values()), "released with leases"
                 self.decode.pop(worker, None)
+
+    def check_sent_ahead(self, worker: str, batch: PrefillBatch) -> None:
+        """A busy worker gets one batch more, if no other is idle."""
+        if not self.batches[worker]:
+            return
+        assert len(self.batches[worker]) == 1, "a third batch"
+        idle = [name for name, batches in self.batches.items() if not batches]
+        assert set(idle) <= self.draining, "sent ahead though a worker is idle"
+        note_event("a batch was sent ahead")
 
     def take_lease(self, item: PrefillItem) -> None:
         request, lease = item.request, item.lease
@@ -351,7 +366,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def in_limbo(self) -> set[str]:
         """Return what is being prefilled into the pages of a decode worker that died."""
-        batches = [batch for batch in self.batches.values() if batch is not None]
+        batches = [batch for of_worker in self.batches.values() for batch in of_worker]
         batches += [batch for _, batch in self.sending]
         refs = {
             SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
@@ -450,13 +465,17 @@ class CoreMachine(RuleBasedStateMachine):
         finishing=st.integers(0, 15),
         failing=st.integers(0, 63),
         pending=st.booleans(),
+        overtaking=st.integers(0, 5),
     )
-    def prefill_comes_back(self, which: int, finishing: int, failing: int, pending: bool) -> None:
-        """Bits of `finishing` and, where both high bits are set, of `failing` say which items end here."""
+    def prefill_comes_back(
+        self, which: int, finishing: int, failing: int, pending: bool, overtaking: int = 1
+    ) -> None:
+        """Bits of `finishing` and, where both high bits are set, of `failing` say which items end here.
+
+        Results of two batches may come by different ways, so that the second overtakes the first.
+        """
         worker = self.busy(which)
-        batch = self.batches[worker]
-        assert batch is not None
-        self.batches[worker] = None
+        batch = self.batches[worker].pop(-1 if overtaking == 0 else 0)
         outcomes: list[PrefillOutcome] = []
         for place, item in enumerate(batch.items):
             request = item.request
@@ -602,7 +621,11 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.forget_what_nobody_asks_for()
         self.disturbed |= self.accepted.keys()
-        self.core = make_core(self.ends, first_epoch=1 + max(self.page_epochs.values(), default=0))
+        self.core = make_core(
+            self.ends,
+            first_epoch=1 + max(self.page_epochs.values(), default=0),
+            max_requests=self.max_requests,
+        )
         self.leases.clear()
         self.sending.clear()
         self.draining.clear()
@@ -659,7 +682,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def join_prefill(self, name: str) -> None:
         self.core.add_prefill_worker(prefill_info(name))
-        self.batches[name] = None
+        self.batches[name] = []
         self.pump()
 
     @precondition(lambda self: len(self.decode) < len(POOL_PAGES))
@@ -693,15 +716,15 @@ class CoreMachine(RuleBasedStateMachine):
         self.pump()
 
     def busy(self, which: int) -> str:
-        workers = [worker for worker, batch in self.batches.items() if batch is not None]
+        workers = [worker for worker, batches in self.batches.items() if batches]
         return workers[which % len(workers)]
 
     def drop_batch(self, worker: str, *more: PrefillBatch) -> None:
-        for batch in (self.batches[worker], *more):
-            for item in batch.items if batch is not None else ():
+        for batch in (*self.batches[worker], *more):
+            for item in batch.items:
                 ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
                 self.leases.pop(ref, None)
-        self.batches[worker] = None
+        self.batches[worker] = []
 
     # What must hold.
 

@@ -115,6 +115,22 @@ def test_an_item_that_cannot_be_computed_fails_alone(model: Model) -> None:
     assert (outcomes[1].token_id, outcomes[1].error_label) == (None, "worker_failed")
 
 
+def test_tokens_are_the_same_with_several_batches_in_flight(model: Model) -> None:
+    prompts = prompts_of(*range(3, 15))
+    expected: list[int | None] = [*first_tokens(Engines(model), prompts)]
+    engines = Engines(model)
+    pipeline = engines.pipeline()
+    items = [engines.item(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    items[5] = engines.item("bad", [1, 10**6, 2], GREEDY)
+    assert not engines.pool.claim([replace(items[8].lease, epoch=100)])
+    answers = [pipeline.submit(engines.batch(items[i : i + 2])) for i in range(0, len(items), 2)]
+    outcomes = [outcome for answer in answers for outcome in answer.result(60).outcomes]
+    assert [outcome.request_id for outcome in outcomes] == [item.request.request_id for item in items]
+    assert [outcomes[i].error_label for i in (5, 8)] == ["worker_failed", "stale_lease"]
+    expected[5] = expected[8] = None
+    assert [outcome.token_id for outcome in outcomes] == expected
+
+
 def test_a_batch_for_a_decode_worker_that_is_gone_is_refused(model: Model) -> None:
     engines = Engines(model)
     item = engines.item("r", prompts_of(6)[0], GREEDY)

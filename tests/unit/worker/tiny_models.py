@@ -33,6 +33,8 @@ from worker.decode import DecodeEngine
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.prefill import PrefillEngine
+from worker.prefill_pipeline import PrefillPipeline
+from worker.prefill_plan import Started
 
 VOCAB_SIZE = 128
 MAX_MODEL_LEN = 96
@@ -103,6 +105,31 @@ def own_tokens(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> li
     return out[0, len(prompt) :].tolist()
 
 
+class _Steps:
+    """What a worker does with a batch, as far as the engine does it."""
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
+
+    def pause_s(self) -> float | None:
+        return None
+
+    def begin(self, batch: PrefillBatch) -> Started:
+        return self._engine.start(batch)
+
+    def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
+        return self._engine.recover(batch, error)
+
+    def finish(
+        self, batch: PrefillBatch, result: PrefillResult, *, waited_s: float, prefill_s: float
+    ) -> PrefillResult:
+        return result
+
+
+def _must_go_on(error: Exception) -> None:
+    raise error
+
+
 class Pair:
     """A prefill and a decode engine on one pool. Prompts are leased pages that lie scattered in the pool."""
 
@@ -133,6 +160,10 @@ class Pair:
     def run_prefill(self, items: Sequence[PrefillItem]) -> PrefillResult:
         """Prefill items as one batch."""
         return self.prefill.run(self.batch(items))
+
+    def pipeline(self) -> PrefillPipeline:
+        """Return what a worker has around its prefill engine."""
+        return PrefillPipeline(_Steps(self.prefill), fail=_must_go_on)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
         """Prefill all prompts as one batch, then decode them together; return the tokens of each."""
