@@ -90,7 +90,7 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
-                        _write_cost_model(Path(config.write_cost_model), service)
+                        _write_cost_model(Path(config.write_cost_model), config, service)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -122,10 +122,11 @@ def _check_files(config: ServeConfig) -> None:
             ) from error
 
 
-def _write_cost_model(path: Path, service: RunningService) -> None:
+def _write_cost_model(path: Path, config: ServeConfig, service: RunningService) -> None:
     decode, prefill = service.decode[0], service.prefill[0]
-    num_workers = len(service.decode) + len(service.prefill)
-    is_shared = decode.device == "cpu" or num_workers > _num_gpus()
+    ranks = config.num_ranks
+    num_ranks = len(service.decode) * ranks["decode"] + len(service.prefill) * ranks["prefill"]
+    is_shared = decode.device == "cpu" or num_ranks > _num_gpus()
     write_costs(path, measured_costs(prefill, decode, is_device_shared=is_shared))
     _say(f"wrote the cost model to {path}")
 
