@@ -41,6 +41,32 @@ _SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3-32b": (
+        Qwen3Config,
+        {
+            **_QWEN3,
+            "hidden_size": 5120,
+            "intermediate_size": 25_600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-tiny": (  # of no public model: for a look at a script without a GPU
+        Qwen3Config,
+        {
+            **_QWEN3,
+            "vocab_size": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "llama-3.2-1b": (
         LlamaConfig,
         {

@@ -78,8 +78,12 @@ class StepLadder:
 class BucketLadder:
     """Buckets for prefill: all pairs of a token bucket and a slot count."""
 
-    def __init__(self, capture_tokens: Sequence[int], capture_slots: Sequence[int]) -> None:
+    def __init__(
+        self, capture_tokens: Sequence[int], capture_slots: Sequence[int], *, may_shrink: bool = True
+    ) -> None:
         """Make a ladder of all pairs of a token bucket and a slot count.
+
+        `may_shrink` lets buckets leave it for which memory does not suffice.
 
         Raises `ValueError`, naming the list, if one is empty or holds a number below 1.
         """
@@ -88,6 +92,7 @@ class BucketLadder:
                 raise ValueError(f"{name} must be a non-empty list of numbers >= 1, got {list(sizes)}")
         self.capture_tokens = tuple(sorted(set(capture_tokens)))
         self.capture_slots = tuple(sorted(set(capture_slots)))
+        self._may_shrink = may_shrink
 
     @property
     def max_tokens(self) -> int:
@@ -122,7 +127,9 @@ class BucketLadder:
         )
 
     def below(self, num_tokens: int) -> BucketLadder | None:
-        """Return a ladder of the buckets of fewer tokens than `num_tokens`, or None if there is none."""
+        """Return a ladder of the buckets of fewer tokens than `num_tokens`, or None if there is none to go on with."""
+        if not self._may_shrink:
+            return None
         kept = [tokens for tokens in self.capture_tokens if tokens < num_tokens]
         return BucketLadder(kept, self.capture_slots) if kept else None
 

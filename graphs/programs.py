@@ -55,6 +55,10 @@ class Ticket(Protocol):
         """Wait for the batch; return its report, ``[sequences, width]``, or no rows if no slot is `reported`."""
 
 
+Announce = Callable[[Bucket, str, torch.Tensor], None]
+"""Told of a batch once it is packed: its bucket, the finish that it needs, and its words, int32."""
+
+
 class Program(Protocol):
     """A computation on the buffers of one bucket."""
 
@@ -62,8 +66,11 @@ class Program(Protocol):
     def size_bytes(self) -> int:
         """Bytes of its buffers, and of its graphs on the device."""
 
-    def submit(self, slots: Sequence[SlotInput]) -> Ticket:
+    def submit(self, slots: Sequence[SlotInput], announce: Announce | None = None) -> Ticket:
         """Start a batch. Where there is a device, it runs after those submitted before."""
+
+    def follow(self, finish: str, words: torch.Tensor) -> None:
+        """Start a batch that another process has packed, without shapings and reports."""
 
 
 NO_REPORT: NDArray[np.int32] = np.empty((0, 0), np.int32)
@@ -107,18 +114,29 @@ class HostProgram:
         """Bytes of the static buffer."""
         return self._host.layout.size_bytes
 
-    def submit(self, slots: Sequence[SlotInput]) -> Ticket:
+    def submit(self, slots: Sequence[SlotInput], announce: Announce | None = None) -> Ticket:
         """Compute a batch."""
         count, computation = len(slots), self._computation
         self._host.pack(slots)
         _upload_shapings(self._shaping, slots, self._host.layout)
-        rows = computation.forward(self._inputs)
-        numbers = self._output
-        numbers.copy_(computation.finishes[computation.choose_finish(slots)](rows, self._inputs))
+        finish = computation.choose_finish(slots)
+        if announce is not None:
+            announce(self._host.layout.bucket, finish, self._host.tensor)
+        rows, numbers = self._compute(finish), self._output
         details = NO_REPORT
         if computation.report is not None and any(slot.reported for slot in slots):
             details = computation.report.compute(rows, numbers)[:count].numpy()
         return _Done(self._host.layout.bucket, numbers[:count].tolist(), details)
+
+    def follow(self, finish: str, words: torch.Tensor) -> None:
+        """Compute a batch that another process has packed."""
+        self._host.tensor.copy_(words)
+        self._compute(finish)
+
+    def _compute(self, finish: str) -> torch.Tensor:
+        rows = self._computation.forward(self._inputs)
+        self._output.copy_(self._computation.finishes[finish](rows, self._inputs))
+        return rows
 
 
 def _upload_shapings(buffers: ShapingBuffers | None, slots: Sequence[SlotInput], layout: BatchLayout) -> None:
@@ -184,16 +202,31 @@ class CudaProgram:
         graphs = [graph for stage in self._stages for graph in stage.graphs.values()]
         return self._layout.size_bytes + self._output.nbytes + sum(graph.size_bytes for graph in graphs)
 
-    def submit(self, slots: Sequence[SlotInput]) -> Ticket:
+    def submit(self, slots: Sequence[SlotInput], announce: Announce | None = None) -> Ticket:
         """Enqueue a batch on the current stream and return at once, unless two are under way already."""
+        stage = self._next_stage()
+        stage.host.pack(slots)
+        _upload_shapings(self._shaping, slots, self._layout)
+        finish = self._computation.choose_finish(slots)
+        if announce is not None:
+            announce(self._layout.bucket, finish, stage.host.tensor)
+        reported = any(slot.reported for slot in slots)
+        self._launch(stage, finish, reported)
+        return stage.hold(len(slots), reported=reported)
+
+    def follow(self, finish: str, words: torch.Tensor) -> None:
+        """Enqueue a batch that another process has packed."""
+        stage = self._next_stage()
+        stage.host.tensor.copy_(words)
+        self._launch(stage, finish, reported=False)
+        stage.hold(0, reported=False)
+
+    def _next_stage(self) -> _Stage:
+        """Return the stage that was used longer ago; wait until its batch is done."""
         stage = self._stages[0]
         self._stages = (self._stages[1], stage)
         stage.free()
-        stage.host.pack(slots)
-        _upload_shapings(self._shaping, slots, self._layout)
-        reported = any(slot.reported for slot in slots)
-        self._launch(stage, self._computation.choose_finish(slots), reported)
-        return stage.hold(len(slots), reported=reported)
+        return stage
 
     def _launch(self, stage: _Stage, finish: str, reported: bool) -> None:
         if stage.graphs:

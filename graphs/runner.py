@@ -13,7 +13,7 @@ import torch
 from graphs.buckets import Bucket, Ladder
 from graphs.capture import GraphMemory
 from graphs.layout import SCRATCH_PAGE, BatchLayout, SlotInput
-from graphs.programs import Computation, CudaProgram, HostProgram, Program, Ticket
+from graphs.programs import Announce, Computation, CudaProgram, HostProgram, Program, Ticket
 from graphs.shaping import ShapingBuffers
 
 _LOG = logging.getLogger(__name__)
@@ -50,9 +50,14 @@ class GraphRunner:
         device: torch.device,
         use_graphs: bool = True,
         shaping: ShapingBuffers | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        """`shaping`: for computations that read it; made for the most slots that a bucket has."""
+        """`shaping`: for computations that read it; made for the most slots that a bucket has.
+
+        `announce` is told of each batch that is submitted, before it is computed.
+        """
         self.ladder = ladder
+        self._announce = announce
         self._computation = computation
         self._pages_per_slot = pages_per_slot
         self._page_size = page_size
@@ -100,7 +105,11 @@ class GraphRunner:
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Start a batch in the smallest bucket that holds it. Raises `ValueError` if none does."""
         bucket = self.ladder.fit(sum(len(slot.token_ids) for slot in slots), len(slots))
-        return self._programs[bucket].submit(slots)
+        return self._programs[bucket].submit(slots, self._announce)
+
+    def follow(self, bucket: Bucket, finish: str, words: torch.Tensor) -> None:
+        """Start a batch that the same runner of another process has announced."""
+        self._programs[bucket].follow(finish, words)
 
     def _prepare(self, bucket: Bucket) -> BucketReport:
         started = time.perf_counter()

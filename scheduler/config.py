@@ -118,7 +118,15 @@ class ServeConfig(BaseModel):
     prefill_workers: Count = Field(1, description="prefill worker processes")
     decode_workers: Count = Field(1, description="decode worker processes")
     api_servers: Count = Field(1, description="API server processes")
-    tensor_parallel_size: Count = Field(1, description="GPUs that share one copy of the model")
+    tensor_parallel_size: Count = Field(
+        1, description="GPUs, or processes on a CPU, that share one copy of the model in each worker"
+    )
+    prefill_tensor_parallel_size: Count | None = Field(
+        None, description="the same of prefill workers, if they differ"
+    )
+    decode_tensor_parallel_size: Count | None = Field(
+        None, description="the same of decode workers, if they differ"
+    )
     max_num_seqs: int = Field(
         64, ge=1, le=65_536, description="sequences that one decode worker runs at once"
     )
@@ -298,15 +306,29 @@ class ServeConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _refuse_what_comes_later(self) -> Self:
-        """A setting that nothing reads yet must not look as if it worked. Each line goes when its part comes."""
-        later = {
-            "tensor_parallel_size must be 1, more comes later": self.tensor_parallel_size != 1,
-        }
-        for message, asked in later.items():
-            if asked:
-                raise ConfigError(message)
+    def _check_ranks(self) -> Self:
+        """Ranks hand pages over within one host."""
+        if max(self.num_ranks.values()) == 1:
+            return self
+        if self.handoff_transport in ("gloo", "nccl"):
+            raise ConfigError(
+                "handoff_transport must be auto, shm or cuda_ipc with tensor_parallel_size > 1, "
+                f"got {self.handoff_transport}"
+            )
+        if self.prefill_resources:
+            raise ConfigError(
+                "prefill_resources and decode_resources cannot be set with tensor_parallel_size > 1: all workers are "
+                "on one host then"
+            )
         return self
+
+    @property
+    def num_ranks(self) -> dict[Literal["prefill", "decode"], int]:
+        """Processes of each worker of a kind."""
+        return {
+            "prefill": self.prefill_tensor_parallel_size or self.tensor_parallel_size,
+            "decode": self.decode_tensor_parallel_size or self.tensor_parallel_size,
+        }
 
     @model_validator(mode="wrap")
     @classmethod

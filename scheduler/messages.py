@@ -497,6 +497,14 @@ class WorkerConfig:
     address."""
     decode_share: float = 0.0
     """Share of the time that a prefill worker leaves to decode on the same device."""
+    tensor_parallel_size: int = 1
+    """Processes that hold a part of the model each, this one, which is rank 0, included."""
+    rank_bundles: tuple[int, ...] = ()
+    """Of each rank, the bundle of the worker's placement group that it runs in; empty: anywhere on the host."""
+    gpus_per_rank: float = 0.0
+    """What Ray counts each rank's share of its GPU as."""
+    prefill_tensor_parallel_size: int = 1
+    """Ranks of the prefill workers, for a decode worker that leaves them memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,6 +543,9 @@ class PoolHandle:
     """Ray's id of the host."""
     endpoint: str = ""
     """``HOST:PORT`` for ``gloo`` and ``nccl``; empty if the worker takes no pages from other hosts."""
+    shards: tuple[PoolHandle, ...] = ()
+    """Pools of the worker's other ranks, if it has any: each holds equally many KV heads, those of rank 0 first. The
+    pages of one id are leased together, and rank 0's pool has their epochs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

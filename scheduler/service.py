@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -22,11 +22,12 @@ from scheduler.api.app import AppSettings
 from scheduler.api.auth import key_digest
 from scheduler.api.connections import ConnectionLimits
 from scheduler.api.server import ApiServer, ApiServerConfig
-from scheduler.cluster import end_orphans, on_this_node, wait_for_places
+from scheduler.cluster import end_orphans, living_nodes, on_this_node, wait_for_places
 from scheduler.config import ServeConfig
 from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
-from scheduler.gpus import GpuPlan, plan_gpus
+from scheduler.gpus import plan_gpus
+from scheduler.groups import RankPlan, place_groups, plan_groups
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
 from scheduler.journal.settings import JournalConfig
 from scheduler.messages import (
@@ -90,7 +91,7 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
-                        _write_cost_model(Path(config.write_cost_model), service, config)
+                        _write_cost_model(Path(config.write_cost_model), config, service)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -122,9 +123,10 @@ def _check_files(config: ServeConfig) -> None:
             ) from error
 
 
-def _write_cost_model(path: Path, service: RunningService, config: ServeConfig) -> None:
+def _write_cost_model(path: Path, config: ServeConfig, service: RunningService) -> None:
     decode, prefill = service.decode[0], service.prefill[0]
-    num_workers = len(service.decode) + len(service.prefill)
+    ranks = config.num_ranks
+    num_ranks = len(service.decode) * ranks["decode"] + len(service.prefill) * ranks["prefill"]
     client = Client(
         service.url,
         model=prefill.model.name,
@@ -139,7 +141,7 @@ def _write_cost_model(path: Path, service: RunningService, config: ServeConfig) 
         max_batch_requests=config.max_batch_requests,
         max_batch_tokens=config.max_batch_tokens,
         takes_whole_groups=config.batch_policy == "fixed",
-        is_device_shared=decode.device == "cpu" or num_workers > _num_gpus(),
+        is_device_shared=decode.device == "cpu" or num_ranks > _num_gpus(),
     )
     write_costs(path, costs)
     _say(f"wrote the cost model to {path}")
@@ -234,14 +236,12 @@ def _start_actors(
     if config.ray_address is not None:
         end_orphans()
         pinned = on_this_node()
-    template = _worker_template(config, folder)
-    strategies = (
-        {}
-        if template.resources
-        else place_workers(config.prefill_workers, config.decode_workers, template.num_gpus)
-    )
-    decode_actors = _create_workers("decode", config.decode_workers, template, strategies, actors)
-    prefill_actors = _create_workers("prefill", config.prefill_workers, template, strategies, actors)
+    num_gpus = _num_usable_gpus(config)
+    ranks = plan_groups(config, num_gpus, num_nodes=len(living_nodes()))
+    template = _worker_template(config, folder, num_gpus, ranks)
+    places = _places(config, template, ranks)
+    decode_actors = _create_workers("decode", config.decode_workers, template, places, actors)
+    prefill_actors = _create_workers("prefill", config.prefill_workers, template, places, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
     if not 0 < template.num_gpus < 1:
         # Workers that share a GPU load in turn, since a pool takes what the others leave. What this raises, the
@@ -300,17 +300,15 @@ def _start_actors(
     )
 
 
-def _plan_gpus(config: ServeConfig) -> GpuPlan | None:
-    """Return how the workers share the cluster's GPUs, or None if they run on CPUs.
+def _num_usable_gpus(config: ServeConfig) -> int:
+    """Return how many GPUs the workers share, 0 if they run on CPUs.
 
     Raises `ConfigError` if GPUs are asked for and there are none.
     """
     num_gpus = 0 if config.device == "cpu" else _num_free_gpus()
-    if num_gpus == 0:
-        if config.device == "cuda":
-            raise ConfigError("device must be cpu or auto, Ray sees no free GPU here, got cuda")
-        return None
-    return plan_gpus(num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
+    if num_gpus == 0 and config.device == "cuda":
+        raise ConfigError("device must be cpu or auto, Ray sees no free GPU here, got cuda")
+    return num_gpus
 
 
 def _num_free_gpus() -> int:
@@ -327,24 +325,45 @@ def _create(actor_class: type, name: str, actors: list[Any], config: Any, **opti
 
 
 def _create_workers(
-    kind: WorkerKind, count: int, template: WorkerTemplate, strategies: dict[str, Any], actors: list[Any]
+    kind: WorkerKind,
+    count: int,
+    template: WorkerTemplate,
+    places: Mapping[str, Mapping[str, Any]],
+    actors: list[Any],
 ) -> list[Any]:
     workers = []
     for name in [f"{kind}-{i}" for i in range(count)]:
-        options = {"scheduling_strategy": strategies[name]} if name in strategies else {}
-        actor = create_worker(kind, name, template, **options)
+        actor = create_worker(kind, name, template, **places.get(name, {}))
         actors.append(actor)
         workers.append(actor)
     return workers
 
 
-def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate:
+def _places(
+    config: ServeConfig, template: WorkerTemplate, ranks: RankPlan | None
+) -> dict[str, dict[str, Any]]:
+    """Reserve places for workers where that is of use; return the options of each worker's `create_worker`."""
+    if ranks is not None:
+        return place_groups(ranks, has_gpus=template.num_gpus > 0)
+    if template.resources or max(config.num_ranks.values()) > 1:
+        return {}
+    strategies = place_workers(config.prefill_workers, config.decode_workers, template.num_gpus)
+    return {name: {"scheduling_strategy": strategy} for name, strategy in strategies.items()}
+
+
+def _worker_template(
+    config: ServeConfig, folder: ModelFolder, num_gpus: int, ranks: RankPlan | None
+) -> WorkerTemplate:
     resources: dict[WorkerKind, dict[str, float]] = {}
     if config.prefill_resources:
         resources = {"prefill": config.prefill_resources, "decode": config.decode_resources}
         wait_for_places({"prefill": config.prefill_workers, "decode": config.decode_workers}, resources, _say)
-    graphs, gpus = config.graph_config, _plan_gpus(config)
-    sends_pages = config.handoff_transport in ("gloo", "nccl")
+    graphs, gpus = config.graph_config, None
+    if num_gpus:
+        gpus = plan_gpus(
+            num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers
+        )
+        gpus = gpus if ranks is None else ranks.gpus
     worker = WorkerConfig(
         name="",
         model_name=folder.name,
@@ -364,14 +383,25 @@ def _worker_template(config: ServeConfig, folder: ModelFolder) -> WorkerTemplate
         workers_per_device=1 if gpus is None else gpus.workers_per_gpu,
         pools_per_device=1 if gpus is None else gpus.pools_per_gpu,
         handoff_transport=config.handoff_transport,
-        # A cluster may get further hosts at any time.
-        takes_remote_pages="node" if config.ray_address else "loopback" if sends_pages else "no",
+        takes_remote_pages=_takes_remote_pages(config),
         # With a GPU each, prefill is in nobody's way.
         decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
+        prefill_tensor_parallel_size=config.num_ranks["prefill"],
     )
     return WorkerTemplate(
-        config=worker, num_gpus=0.0 if gpus is None else gpus.gpus_per_worker, resources=resources
+        config=worker,
+        num_gpus=0.0 if gpus is None else gpus.gpus_per_worker,
+        num_ranks=config.num_ranks,
+        resources=resources,
     )
+
+
+def _takes_remote_pages(config: ServeConfig) -> Literal["no", "loopback", "node"]:
+    if max(config.num_ranks.values()) > 1:
+        return "no"
+    if config.ray_address:
+        return "node"  # A cluster may get further hosts at any time.
+    return "loopback" if config.handoff_transport in ("gloo", "nccl") else "no"
 
 
 def _api_config(
@@ -464,6 +494,10 @@ def _transports(service: RunningService) -> str:
     return next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({n} pairs)" for way, n in ways.items())
 
 
+def _of_ranks(num_ranks: int) -> str:
+    return f" of {num_ranks} ranks" if num_ranks > 1 else ""
+
+
 def _with_port(url: str, port: int | None) -> str:
     return url if port is None else f"{url.rpartition(':')[0]}:{port}"
 
@@ -472,19 +506,21 @@ def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningSer
     """Print what runs, in a few lines."""
     decode, prefill = service.decode[0], service.prefill[0]
     model, pool = decode.model, decode.pool
+    pool_bytes = pool.size_bytes * (1 + len(pool.shards))
     tokens = sorted({int(name.split("x")[0]) for name in prefill.buckets})
     slots = sorted({int(name.split("x")[1]) for name in prefill.buckets})
-    mib = 1024 * 1024
+    mib, ranks = 1024 * 1024, config.num_ranks
+    unit = "rank" if ranks["decode"] > 1 else "worker"
     rows = {
         "model": f"{model.name}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype} on "
-        f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per worker, context {model.max_model_len}",
+        f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per decode {unit}, context {model.max_model_len}",
         "batches": f"{config.batch_policy}, {config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
         "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
         f"{prefill.graph_bytes / mib:.1f} MiB of {_graphs(prefill)}, warm in {prefill.warmup_seconds:.1f} s",
         "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
-        f"{pool.size_bytes / mib:.0f} MiB by {_transports(service)}, at most {decode.max_num_seqs} sequences",
-        "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker, "
-        f"{len(service.decode)} DecodeWorker",
+        f"{pool_bytes / mib:.0f} MiB by {_transports(service)}, at most {decode.max_num_seqs} sequences",
+        "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker"
+        f"{_of_ranks(ranks['prefill'])}, {len(service.decode)} DecodeWorker{_of_ranks(ranks['decode'])}",
         "API": f"{service.url}/v1/completions",
         "metrics": f"{_with_port(service.url, config.metrics_port)}/metrics",
         # Ray asks for the token of its cluster, which a browser does not have yet.

@@ -23,15 +23,25 @@ class WorkerTemplate:
     config: WorkerConfig
     """The name is filled in for each."""
     num_gpus: float = 0.0
-    """GPUs of each worker: 1, or a fraction where workers share one."""
+    """GPUs of each worker, or of each of its ranks: 1, or a fraction where workers share one."""
+    num_ranks: Mapping[WorkerKind, int] = field(default_factory=dict)
+    """Processes of each worker of a kind, if not one; each has `num_gpus`."""
     resources: Mapping[WorkerKind, Mapping[str, float]] = field(default_factory=dict)
     """Custom resources of Ray that each worker of a kind takes up: it lands on nodes that have them."""
 
 
-def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **options: Any) -> Any:
+def create_worker(
+    kind: WorkerKind,
+    name: str,
+    template: WorkerTemplate,
+    *,
+    rank_bundles: tuple[int, ...] = (),
+    **options: Any,
+) -> Any:
     """Start a worker actor and return its handle; it loads nothing yet. `options` are Ray's.
 
-    Raises `ConfigError` if an actor has that name.
+    Of a worker of several ranks this is rank 0, which starts the others when it loads: in `rank_bundles` of its
+    placement group, else anywhere on its host. Raises `ConfigError` if an actor has that name.
     """
     (entry_point,) = entry_points(group="purefill.workers", name=kind)
     if kind == "decode":
@@ -40,11 +50,21 @@ def create_worker(kind: WorkerKind, name: str, template: WorkerTemplate, **optio
     else:
         # Threads that wait for pages to arrive, and one for `live`, beside the one that computes.
         options["groups"] = {"handoff": 8, "life": 1}
+    num_ranks, num_gpus = template.num_ranks.get(kind, 1), template.num_gpus
+    if num_ranks > 1 and num_gpus and not rank_bundles:
+        num_gpus = 1.0  # Two ranks must not come to one GPU.
+    config = replace(
+        template.config,
+        name=name,
+        tensor_parallel_size=num_ranks,
+        gpus_per_rank=num_gpus,
+        rank_bundles=rank_bundles,
+    )
     return create_actor(
         entry_point.load(),
         name,
-        replace(template.config, name=name),
-        num_gpus=template.num_gpus,
+        config,
+        num_gpus=num_gpus,
         resources=dict(template.resources.get(kind, {})),
         max_restarts=-1,
         **options,

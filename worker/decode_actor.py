@@ -90,21 +90,15 @@ class DecodeWorker:
 
         Prefill workers can open the pool while `load` does the rest.
         """
-        from worker import startup
+        from worker.engines import make_pool
         from worker.events import EventSender
-        from worker.kv_pool import KVPool
+        from worker.parallel.actor import load
 
         if self._handle is not None:
             return self._handle
         config, started = self._config, time.perf_counter()
-        self._model = model = startup.load(config)
-        self._pool, handle = KVPool.create(
-            model.kv_spec,
-            name=config.name,
-            num_pages=startup.choose_num_pages(model, config),
-            page_size=startup.page_size(model),
-            device=model.device,
-        )
+        self._model = load(config)
+        self._pool, handle = make_pool(self._model, config)
         self._sender = EventSender(config.name, self._wire)
         handle = replace(handle, node_id=ray.get_runtime_context().get_node_id())
         if config.takes_remote_pages != "no":
@@ -119,14 +113,11 @@ class DecodeWorker:
         return handle
 
     def _load(self) -> DecodeWorkerInfo:
-        from worker.decode import DecodeEngine
+        from worker.engines import make_decode
 
         config, handle = self._config, self.make_pool()
         started, model = time.perf_counter(), self._model
-        self._engine = DecodeEngine(
-            model, self._pool, max_num_seqs=config.max_num_seqs, use_graphs=config.use_graphs
-        )
-        reports = self._engine.prepare()
+        self._engine, reports = make_decode(model, self._pool, config)
         self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,

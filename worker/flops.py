@@ -60,15 +60,15 @@ class PrefillCost:
 
     @classmethod
     def of(cls, model: Model) -> PrefillCost:
-        """Return what this model needs; nothing if it has experts, of which a token needs only some."""
-        if model.info.num_parameters > _MOST_OTHERS * _num_known(model):
+        """Return what the whole model needs; nothing if it has experts, of which a token needs only some."""
+        if model.info.num_parameters > _MOST_OTHERS * model.num_ranks * _num_known(model):
             return cls(per_token=0.0, per_sequence=0.0, per_pair=0.0)
         sizes = [
             (layer.in_features * layer.out_features, is_head) for layer, is_head in model.linear_layers()
         ]
         return cls(
-            per_token=2.0 * sum(size for size, is_head in sizes if not is_head),
-            per_sequence=2.0 * sum(size for size, is_head in sizes if is_head),
+            per_token=2.0 * model.num_ranks * sum(size for size, is_head in sizes if not is_head),
+            per_sequence=2.0 * model.num_ranks * sum(size for size, is_head in sizes if is_head),
             per_pair=4.0 * model.num_query_heads * sum(layer.head_dim for layer in model.kv_spec.layers),
         )
 

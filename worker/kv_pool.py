@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from worker import cuda_ipc
 
 _CPU = torch.device("cpu")
 _SCRATCH_PAGE = 0
+_own_pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()
+"""Pools that this process made, by address: it cannot open its own device memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +158,13 @@ class KVPool:
             page_size=page_size,
             size_bytes=size_bytes,
         )
-        return cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size), handle
+        pool = cls(spec, epochs, memory, num_pages=num_pages, page_size=page_size)
+        _own_pools[handle.address] = pool
+        return pool, handle
 
     @classmethod
     def open(cls, spec: KVSpec, handle: PoolHandle, device: torch.device = _CPU) -> KVPool:
-        """Map another process's pool. `device` is the opening process's own.
+        """Map another process's pool, or return one of this process. `device` is the opening process's own.
 
         Raises `ConfigError` if the pool does not fit this model or cannot be reached from this device.
         """
@@ -171,6 +176,8 @@ class KVPool:
                 f"{size_bytes}: are model and dtype the same?"
             )
         on_gpu = handle.transport == "cuda_ipc"
+        if on_gpu and handle.address in _own_pools:
+            return _own_pools[handle.address]
         if on_gpu != (device.type == "cuda"):
             raise ConfigError(
                 f"device must be the same for prefill and decode: {handle.decode_worker} has its pages by "

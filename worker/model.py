@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.buckets import Bucket
@@ -24,6 +31,9 @@ from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
+from worker.parallel.group import ShardGroup
+from worker.parallel.plan import shard_layers
+from worker.parallel.weights import Checkpoint, Filler
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
@@ -57,9 +67,15 @@ class Model:
         folder: Path,
         *,
         cuts_rows: bool = False,
+        group: ShardGroup | None = None,
     ) -> None:
-        """`cuts_rows` says that the last layer goes on with those rows only of which logits are wanted."""
+        """`cuts_rows` says that the last layer goes on with those rows only of which logits are wanted.
+
+        With a `group` this is one rank's part: all ranks must compute the same batches in the same order, and all get
+        all logits.
+        """
         self._model = model
+        self.group = group
         self._cuts_rows = cuts_rows
         self._compiled: Callable[..., torch.Tensor] | None = None
         self.kv_spec = kv_spec
@@ -81,15 +97,21 @@ class Model:
     def linear_layers(self) -> list[tuple[torch.nn.Linear | PackedLinear, bool]]:
         """Return all linear layers, and whether each is the LM head."""
         head = self._model.get_output_embeddings()
+        of_head = set() if head is None else set(head.modules())
         return [
-            (module, module is head)
+            (module, module in of_head)
             for module in self._model.modules()
             if isinstance(module, torch.nn.Linear | PackedLinear)
         ]
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that hold a part of the model each."""
+        return 1 if self.group is None else self.group.size
+
+    @property
     def num_query_heads(self) -> int:
-        """Attention heads of a layer."""
+        """Attention heads of a layer, those of other ranks included."""
         return int(self._model.config.get_text_config().num_attention_heads)
 
     @property
@@ -172,15 +194,15 @@ def _make_pass(inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> PagedPass
     return CudaStep(inputs, pool) if is_step else CudaPass(inputs, pool)
 
 
-def load_model(source: ModelSource) -> Model:
-    """Load a model for serving.
+def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
+    """Load a model for serving, or one rank's part of it, as all ranks of the group do.
 
     Raises `ConfigError`, with the reason, if its family cannot be served: not a decoder-only language model, an
     attention that does not go through transformers' interface, or logits that differ from its own attention's.
     """
     config = _read_config(source)
     dtype = _choose_dtype(source, config)
-    model = _load(source, config, dtype)
+    model, num_parameters = _load(source, config, dtype, group)
     kv_spec = _discover_kv_spec(model, dtype, source.name)
     info = ModelInfo(
         name=source.name,
@@ -188,19 +210,21 @@ def load_model(source: ModelSource) -> Model:
         vocab_size=config.get_text_config().vocab_size,
         eos_token_ids=_eos_token_ids(model),
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=model.num_parameters(),
+        num_parameters=num_parameters,
     )
     generator = torch.Generator().manual_seed(0)
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
     own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
     fused_layers: frozenset[int] = frozenset()
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" and group is None:
+        # A fused layer adds the residual within a product that ranks have yet to sum.
         fused_layers = fuse_layers(model, sequence.unsqueeze(0))
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
         keep_freed_memory()
-    loaded = Model(model, kv_spec, info, source.folder, cuts_rows=len(kv_spec.layers) - 1 in fused_layers)
+    cuts_rows = len(kv_spec.layers) - 1 in fused_layers
+    loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
 
@@ -211,7 +235,7 @@ def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:
     Nothing is merged or compiled: benchmarks and tests compare with it.
     """
     config = _read_config(source)
-    model = _load(source, config, _choose_dtype(source, config))
+    model, _ = _load(source, config, _choose_dtype(source, config), None)
     model.set_attn_implementation(attention)
     return model
 
@@ -255,15 +279,14 @@ def _choose_max_model_len(source: ModelSource, config: PreTrainedConfig) -> int:
     return source.max_model_len
 
 
-def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, group: ShardGroup | None
+) -> tuple[PreTrainedModel, int]:
+    """Return the model, or one rank's part, and how many parameters the whole model has."""
     model: PreTrainedModel
     try:
-        if source.load_format == "dummy":
-            torch.manual_seed(_DUMMY_SEED)
-            with torch.device(source.device):  # a GPU makes random numbers much faster
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-                )
+        if source.load_format == "dummy" or group is not None:
+            model, num_parameters = _fill(source, config, dtype, group)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 source.folder,
@@ -273,12 +296,34 @@ def _load(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> 
                 use_safetensors=True,
                 trust_remote_code=False,
             )
+            num_parameters = model.num_parameters()
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model {source.name} cannot be loaded: {reason}") from error
     model.eval()
     model.requires_grad_(False)
-    return model
+    return model, num_parameters
+
+
+def _fill(
+    source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, group: ShardGroup | None
+) -> tuple[PreTrainedModel, int]:
+    """Do as `_load` without memory for more than this rank's part: with random weights, or those of the folder."""
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    num_parameters = model.num_parameters()
+    plan = shard_layers(model, size, source.name)
+    checkpoint = None
+    if source.load_format != "dummy":
+        checkpoint = Checkpoint(source.folder, source.name)
+        with suppress(OSError):  # A folder need not have one.
+            model.generation_config = GenerationConfig.from_pretrained(source.folder)
+    torch.manual_seed(_DUMMY_SEED)
+    Filler(model, plan, rank=rank, device=source.device, checkpoint=checkpoint).fill()
+    return model, num_parameters
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

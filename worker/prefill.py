@@ -32,10 +32,12 @@ from worker.handoff.base import Handoff, Writing
 from worker.handoff.choose import choose_transport
 from worker.handoff.direct import DirectHandoff
 from worker.handoff.sender import SendHandoff, Staging
+from worker.handoff.sharded import ReslicedHandoff, open_shards
 from worker.kv_pool import KVPool
 from worker.model import Model
 from worker.model_runner import ModelRunner
 from worker.outputs import OutputState, slot_input
+from worker.parallel.link import ClosePool, CopyPages, Leader, OpenPool, UsePool, together
 from worker.prefill_plan import (
     Known,
     Started,
@@ -83,8 +85,12 @@ class PrefillEngine:
 
         Raises `ConfigError` if there is none, or if the pool does not fit this model.
         """
-        self.detach(handle.decode_worker)
-        reports = self._attach(handle)
+        self._forget(handle.decode_worker)
+        # In two parts: no rank captures, which takes all of them, before each has found its way.
+        with together(self._leader, OpenPool(handle=handle)):
+            handoff = self.find_way(handle)
+        with together(self._leader, UsePool(decode_worker=handle.decode_worker)):
+            reports = self.attach_handoff(handle.decode_worker, handoff)
         self._open[handle.decode_worker] = handle
         return reports
 
@@ -92,21 +98,26 @@ class PrefillEngine:
         """Whether this very pool was attached: a decode worker that starts again has another one."""
         return self._open.get(handle.decode_worker) == handle
 
-    def _attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
+    def find_way(self, handle: PoolHandle) -> Handoff:
+        """Return the way to a decode worker's pool. Raises `ConfigError` as `attach` does."""
         transport = choose_transport(
             handle, node_id=self._node_id, device_type=self.model.device.type, wanted=self._wanted
         )
-        if transport in ("shm", "cuda_ipc"):
-            return self.attach_pool(
-                handle.decode_worker, KVPool.open(self.model.kv_spec, handle, self.model.device)
+        if handle.shards or self.model.group is not None:
+            return open_shards(
+                handle,
+                self.model.kv_spec,
+                transport=transport,
+                group=self.model.group,
+                device=self.model.device,
+                staging=lambda: self._get_staging(handle.page_size),
             )
-        if self._staging is None:
-            self._staging = self._make_staging(handle.page_size)
+        if transport in ("shm", "cuda_ipc"):
+            return DirectHandoff(KVPool.open(self.model.kv_spec, handle, self.model.device))
         try:
-            handoff = SendHandoff(handle.endpoint, self._staging)
+            return SendHandoff(handle.endpoint, self._get_staging(handle.page_size))
         except HandoffError as error:
             raise ConfigError(f"{handle.decode_worker} cannot be reached: {error}") from error
-        return self.attach_handoff(handle.decode_worker, handoff)
 
     def attach_pool(self, decode_worker: str, pool: KVPool) -> tuple[BucketReport, ...]:
         """Do as `attach_handoff` with a decode worker's own pool."""
@@ -127,6 +138,16 @@ class PrefillEngine:
 
     def detach(self, decode_worker: str) -> None:
         """Forget a decode worker that is gone. Nothing happens if it is not known."""
+        with together(self._leader, ClosePool(decode_worker=decode_worker)):
+            self._forget(decode_worker)
+
+    def copy_pages(self, copy: CopyPages) -> None:
+        """Do this rank's part of a handoff that rank 0 finishes."""
+        handoff = self._handoffs[copy.decode_worker]
+        assert isinstance(handoff, ReslicedHandoff)
+        handoff.copy(copy.source, copy.target)
+
+    def _forget(self, decode_worker: str) -> None:
         handoff = self._handoffs.pop(decode_worker, None)
         self._runners.pop(decode_worker, None)
         self._open.pop(decode_worker, None)
@@ -137,6 +158,15 @@ class PrefillEngine:
     def transports(self) -> dict[str, str]:
         """How pages reach each decode worker, by name."""
         return {name: handoff.transport for name, handoff in self._handoffs.items()}
+
+    @property
+    def _leader(self) -> Leader | None:
+        return None if self.model.group is None else self.model.group.leader
+
+    def _get_staging(self, page_size: int) -> Staging:
+        if self._staging is None:
+            self._staging = self._make_staging(page_size)
+        return self._staging
 
     def _make_staging(self, page_size: int) -> Staging:
         """Allocate pages for what is sent elsewhere: two full batches, and at least one prompt of any length."""
@@ -200,9 +230,9 @@ class PrefillEngine:
     def recover(self, batch: PrefillBatch, error: Exception) -> PrefillResult:
         """Compute the items of a batch alone, as one of them is bad. What was computed goes to the same pages again.
 
-        Raises `error` if the process cannot go on after it (`is_fatal`).
+        Raises `error` if the process cannot go on after it (`is_fatal`), or if other ranks may be in that batch still.
         """
-        if is_fatal(error):
+        if is_fatal(error) or self.model.group is not None:
             raise error
         _LOG.error("batch %d of %d requests", batch.batch_id, len(batch.items), exc_info=error)
         if len(batch.items) == 1:

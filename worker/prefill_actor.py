@@ -67,10 +67,10 @@ class PrefillWorker:
         self._pipeline.call(self._load_model)
 
     def _load_model(self) -> None:
-        from worker import startup
+        from worker.parallel.actor import load
 
         started = time.perf_counter()
-        self._model = startup.load(self._config)
+        self._model = load(self._config)
         self._load_seconds = time.perf_counter() - started
 
     def load(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
@@ -118,26 +118,19 @@ class PrefillWorker:
         return self._info
 
     def _load(self) -> PrefillWorkerInfo:
-        from worker import startup
+        from worker.engines import make_prefill
         from worker.events import EventSender
         from worker.flops import peak_flops
-        from worker.prefill import PrefillEngine
 
         if self._model is None:
             self._load_model()
         config, model = self._config, self._model
         assert model is not None
-        ladder = startup.choose_ladder(model, config)
         self._sender = EventSender(config.name, self._wire)
-        self._engine = PrefillEngine(
-            config.name,
-            model,
-            ladder,
-            use_graphs=config.use_graphs,
-            node_id=ray.get_runtime_context().get_node_id(),
-            handoff_transport=config.handoff_transport,
-        )
+        node_id = ray.get_runtime_context().get_node_id()
+        self._engine = make_prefill(model, config, node_id=node_id)
         peak = peak_flops(model.device, model.kv_spec.dtype)
+        peak = peak and peak * model.num_ranks
         self._figures = WorkerFigures("prefill", config.name, model=config.model_name, peak_flops=peak)
         return PrefillWorkerInfo(
             name=config.name,
@@ -149,7 +142,7 @@ class PrefillWorker:
             device=model.device.type,
             load_seconds=self._load_seconds,
             warmup_seconds=0.0,
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=node_id,
             peak_flops=peak,
         )
 

@@ -16,6 +16,7 @@ from graphs.runner import BucketReport
 from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from worker.model import Model, ModelSource, load_model
+from worker.parallel.group import ShardGroup
 
 _LOG = logging.getLogger(__name__)
 CPU_PAGE_SIZE = 32
@@ -32,13 +33,13 @@ _LOGITS_COPIES = 8
 """Tensors of the logits' size in float32 that choosing a token may need at once; sorting takes the most."""
 
 
-def load(config: WorkerConfig) -> Model:
-    """Set up this process and load the model. Raises `ConfigError` if the model cannot be served."""
+def load(config: WorkerConfig, group: ShardGroup | None = None) -> Model:
+    """Set up this process and load the model, or its part of it. Raises `ConfigError` if it cannot be served."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     # Progress bars of several workers would overwrite each other.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(max(1, config.num_threads // config.tensor_parallel_size))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
     model = load_model(
@@ -49,7 +50,8 @@ def load(config: WorkerConfig) -> Model:
             load_format=config.load_format,
             device=choose_device(config.device),
             max_model_len=config.max_model_len,
-        )
+        ),
+        group,
     )
     if model.device.type == "cuda":
         # What loading took and left is not this process's to keep: the workers share the GPU.
@@ -122,7 +124,9 @@ def choose_num_pages(model: Model, config: WorkerConfig) -> int:
     tokens = page_size(model)
     page_bytes = model.kv_spec.pool_bytes(1, tokens)
     size_bytes = config.kv_memory_bytes
-    if size_bytes is None:
+    if size_bytes is not None:
+        size_bytes //= config.tensor_parallel_size  # It is that of all ranks.
+    else:
         wanted = page_bytes * (1 + config.max_num_seqs * -(-model.info.max_model_len // tokens))
         if model.device.type == "cuda":
             fitting = page_bytes * steady_count(choose_cuda_kv_bytes(model, config) // page_bytes)
@@ -158,7 +162,8 @@ def choose_cuda_kv_bytes(model: Model, config: WorkerConfig) -> int:
     prefill_bytes = 2 * _max_capture_tokens(model, config) * model.activation_bytes
     prefill_bytes = min(prefill_bytes, total // 8) + max(config.capture_slots) * logits_bytes
     others = config.workers_per_device - config.pools_per_device
-    later_bytes = others * (model.weights_bytes + prefill_bytes + _CUDA_CONTEXT_BYTES)
+    weights_bytes = model.weights_bytes * model.num_ranks // config.prefill_tensor_parallel_size
+    later_bytes = others * (weights_bytes + prefill_bytes + _CUDA_CONTEXT_BYTES)
     own_bytes = config.pools_per_device * decode_bytes
     left = free - later_bytes - own_bytes - int(_CUDA_SPARE_SHARE * total)
     if config.pools_per_device > 1:

@@ -19,6 +19,7 @@ RAY_TITLES = {
     "decode": "ray::DecodeWorker",
     "scheduler": "ray::Scheduler",
     "api": "ray::ApiServer",
+    "follower": "ray::ShardFollower",
 }
 """How the processes of the actors begin their command lines."""
 
@@ -26,16 +27,17 @@ _RETRY_S = 0.1
 """How long a client waits before it sends a request again."""
 
 
-def pid_of(service: Service, part: str) -> int | None:
-    """Return a process of this kind of part of the service, or None while it starts."""
+def pids_of(service: Service, part: str) -> list[int]:
+    """Return the processes of this kind of part of the service; none while it starts."""
+    found = []
     for pid in service.processes():
         try:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue  # It ended meanwhile.
         if title.startswith(RAY_TITLES[part]):
-            return pid
-    return None
+            found.append(pid)
+    return found
 
 
 def send_signal(service: Service, part: str, number: signal.Signals = signal.SIGKILL) -> int:
@@ -43,10 +45,10 @@ def send_signal(service: Service, part: str, number: signal.Signals = signal.SIG
 
     SIGKILL ends it as the kernel does without memory.
     """
-    while (pid := pid_of(service, part)) is None:
+    while not (pids := pids_of(service, part)):
         pass
-    os.kill(pid, number)
-    return pid
+    os.kill(pids[0], number)
+    return pids[0]
 
 
 class NotNowError(Exception):

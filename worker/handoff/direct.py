@@ -14,10 +14,12 @@ from worker.kv_pool import KVPool
 class DirectHandoff:
     """Owns nothing: the pages are the decode worker's. Claims them before they are written, and looks again after."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, *, num_ranks: int = 1) -> None:
+        """Of a group, each of `num_ranks` writes into such a pool, and this one claims and looks for all."""
         self.pool = pool
         self.transport = "shm" if pool.device.type == "cpu" else "cuda_ipc"
         self.max_pages = None
+        self._num_ranks = num_ranks
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
         """Claim the pages."""
@@ -43,7 +45,7 @@ class DirectHandoff:
         arrived.set_result(
             Arrival(
                 errors=errors,
-                num_bytes=writing.num_arrived(errors) * self.pool.page_bytes,
+                num_bytes=writing.num_arrived(errors) * self.pool.page_bytes * self._num_ranks,
                 seconds=time.perf_counter() - started,
             )
         )

@@ -26,7 +26,9 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "prefill_workers": ("2", 2),
     "decode_workers": ("3", 3),
     "api_servers": ("2", 2),
-    "tensor_parallel_size": ("1", 1),
+    "tensor_parallel_size": ("2", 2),
+    "prefill_tensor_parallel_size": ("4", 4),
+    "decode_tensor_parallel_size": ("1", 1),
     "max_num_seqs": ("8", 8),
     "max_model_len": ("100", 100),
     "max_capture_tokens": ("64", 64),
@@ -222,8 +224,21 @@ def test_several_api_keys() -> None:
         ),
         ({"decode_resources": '{"a": 0}'}, "decode_resources.a must be > 0, got 0"),
         ({"decode_resources": "[]"}, "decode_resources must be a JSON object, got []"),
-        # What a later version brings.
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, more comes later"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be >= 1, got 0"),
+        (
+            {"decode_tensor_parallel_size": 2, "handoff_transport": "gloo"},
+            "handoff_transport must be auto, shm or cuda_ipc with tensor_parallel_size > 1, got gloo",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "prefill_resources": {"a": 1},
+                "decode_resources": {"b": 1},
+                "ray_address": "auto",
+            },
+            "prefill_resources and decode_resources cannot be set with tensor_parallel_size > 1: all workers are on "
+            "one host then",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(values: dict[str, object], message: str) -> None:

@@ -10,7 +10,7 @@ from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
 from worker.model import Model
-from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder, steady_count
+from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder, choose_num_pages, steady_count
 
 CONFIG = WorkerConfig(
     name="prefill-0",
@@ -87,3 +87,9 @@ def test_a_little_more_or_less_free_memory_makes_a_pool_of_the_same_size() -> No
         12_800,
     ]
     assert all(n - steady_count(n) <= n / 64 for n in range(1, 5000))
+
+
+def test_the_configured_memory_is_that_of_all_ranks(model: Model) -> None:
+    alone = replace(CONFIG, kv_memory_bytes=1 << 20)
+    ranks = replace(alone, tensor_parallel_size=2)
+    assert choose_num_pages(model, ranks) == choose_num_pages(model, alone) // 2

@@ -130,41 +130,20 @@ def _must_go_on(error: Exception) -> None:
     raise error
 
 
-class Engines:
+class Pair:
     """A prefill and a decode engine on one pool. Prompts are leased pages that lie scattered in the pool."""
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        capture_tokens: Sequence[int] = (8, 32),
-        capture_slots: Sequence[int] = (2, 4),
-        num_pages: int = 160,
-        use_graphs: bool = True,
-        looks_ahead: bool | None = None,
-    ) -> None:
-        ladder = BucketLadder(capture_tokens, capture_slots)
-        self.prefill = PrefillEngine("prefill-0", model, ladder, use_graphs=use_graphs)
-        if model.device.type == "cpu":
-            self.pool, handle = KVPool.create(
-                model.kv_spec, name="decode-0", num_pages=num_pages, page_size=PAGE_SIZE
-            )
-            self.prefill.attach(handle)
-        else:
-            self.pool = KVPool.on_device(
-                model.kv_spec, num_pages=num_pages, page_size=PAGE_SIZE, device=model.device
-            )
-            self.prefill.attach_pool("decode-0", self.pool)
-        self.decode = DecodeEngine(
-            model, self.pool, max_num_seqs=4, use_graphs=use_graphs, looks_ahead=looks_ahead
-        )
-        self.decode.prepare()
-        self._free = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(3)).add(1).tolist()
+    def __init__(self, prefill: PrefillEngine, decode: DecodeEngine, pool: KVPool) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.pool = pool
+        order = torch.randperm(pool.num_pages - 1, generator=torch.Generator().manual_seed(3))
+        self._free = order.add(1).tolist()
         self._epoch = 0
 
     def item(self, name: str, prompt: Sequence[int], sampling: SamplingParams) -> PrefillItem:
         """Lease pages for a prompt."""
-        num_pages = -(-(len(prompt) + sampling.max_tokens) // PAGE_SIZE)
+        num_pages = -(-(len(prompt) + sampling.max_tokens) // self.pool.page_size)
         self._epoch += 1
         pages = tuple(self._free.pop() for _ in range(num_pages))
         return PrefillItem(
@@ -204,3 +183,33 @@ class Engines:
                     assert event.index == len(tokens[event.request_id])
                     tokens[event.request_id].append(event.token_id)
         return list(tokens.values())
+
+
+class Engines(Pair):
+    """Both engines of one model in this process."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        capture_tokens: Sequence[int] = (8, 32),
+        capture_slots: Sequence[int] = (2, 4),
+        num_pages: int = 160,
+        use_graphs: bool = True,
+        looks_ahead: bool | None = None,
+    ) -> None:
+        ladder = BucketLadder(capture_tokens, capture_slots)
+        prefill = PrefillEngine("prefill-0", model, ladder, use_graphs=use_graphs)
+        if model.device.type == "cpu":
+            pool, handle = KVPool.create(
+                model.kv_spec, name="decode-0", num_pages=num_pages, page_size=PAGE_SIZE
+            )
+            prefill.attach(handle)
+        else:
+            pool = KVPool.on_device(
+                model.kv_spec, num_pages=num_pages, page_size=PAGE_SIZE, device=model.device
+            )
+            prefill.attach_pool("decode-0", pool)
+        decode = DecodeEngine(model, pool, max_num_seqs=4, use_graphs=use_graphs, looks_ahead=looks_ahead)
+        decode.prepare()
+        super().__init__(prefill, decode, pool)

@@ -19,7 +19,7 @@ import torch
 
 from scheduler.errors import HandoffError, StaleLeaseError
 from scheduler.messages import PoolHandle
-from tests.support.handoff_peer import PAGE_SIZE, fill, lease, open_handoff
+from tests.support.handoff_peer import PAGE_SIZE, fill, lease, open_handoff, read_handle
 from worker.handoff.base import Arrival, Handoff, Writing
 from worker.handoff.channel import Channel, Manifest, join
 from worker.handoff.sender import SendHandoff, Staging
@@ -56,12 +56,12 @@ def decode_worker(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield Decode(process, PoolHandle(**json.loads(process.stdout.readline())))
+            yield Decode(process, read_handle(process.stdout.readline()))
         finally:
             process.kill()
 
 
-@pytest.fixture(params=["shm", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["shm", "shm_ranks", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def transport(request: pytest.FixtureRequest) -> str:
     if request.param == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs two GPUs")
@@ -76,7 +76,7 @@ def start(transport: str) -> Iterator[Callable[..., tuple[Decode, Handoff]]]:
             decode = stack.enter_context(decode_worker(transport, num_pages))
             handoff = open_handoff(decode.handle, num_staging_pages=num_pages)
             stack.callback(handoff.close)
-            assert handoff.transport == transport
+            assert handoff.transport == transport.removesuffix("_ranks")
             return decode, handoff
 
         yield start
