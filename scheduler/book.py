@@ -19,6 +19,7 @@ from scheduler.messages import (
     TokenEvent,
 )
 from scheduler.prefill_workers import PrefillWorkers
+from scheduler.prefix.routing import PrefixRouter
 from scheduler.prefix.waiting import ComputedBlocks
 
 _MAX_LOSSES = 2
@@ -39,6 +40,7 @@ class RequestBook:
         drain: DrainRate,
         prefill: PrefillWorkers,
         pools: DecodePools,
+        router: PrefixRouter,
         *,
         observer: Observer,
         outbox: Outbox,
@@ -53,6 +55,7 @@ class RequestBook:
         self._drain = drain
         self._prefill = prefill
         self._pools = pools
+        self._router = router
         self._observer = observer
         self._outbox = outbox
         self._alone: dict[str, QueuedRequest] = {}
@@ -67,7 +70,7 @@ class RequestBook:
         num_cached = 0
         entry.count_usable_blocks()
         if entry.chain is not None and self.computes_from_cache:
-            num_cached = self._pools.num_cached_tokens(entry.chain.digests, entry.num_usable_blocks)
+            num_cached = self._router.num_cached_tokens(entry)
         queued = QueuedRequest(
             request_id=request.request_id,
             num_tokens=request.num_prefill_tokens - num_cached,

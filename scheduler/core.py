@@ -34,6 +34,7 @@ from scheduler.messages import (
 from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
 from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
+from scheduler.prefix.routing import PrefixRouter
 from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView
 
 
@@ -74,6 +75,7 @@ class SchedulerCore:
         self._observer = observer
         self._prefill = PrefillWorkers()
         self._pools = DecodePools(first_epoch, block_tokens=block_tokens)
+        self._router = PrefixRouter(self._pools, block_tokens)
         self._num_accepted = 0
         # No worker mistakes a batch for one of a scheduler before this one.
         self._num_batches = first_epoch - 1
@@ -85,7 +87,13 @@ class SchedulerCore:
         """When a batch can next be sent ahead to a busy worker, if it is to be another time."""
         self._outbox = Outbox()
         self._book = RequestBook(
-            former, self._drain, self._prefill, self._pools, observer=observer, outbox=self._outbox
+            former,
+            self._drain,
+            self._prefill,
+            self._pools,
+            self._router,
+            observer=observer,
+            outbox=self._outbox,
         )
 
     # What others may look at.
@@ -380,7 +388,7 @@ class SchedulerCore:
         entry = None if first is None else self._book.entries[first.request_id]
         if entry is None or entry.chain is None or not self._book.computes_from_cache:
             return self._pools.choose()
-        return self._pools.choose_for(entry.chain.digests, entry.num_usable_blocks, entry.request)
+        return self._router.choose_for(entry)
 
     def _view_of(self, pool: DecodePool) -> PoolView | None:
         """Return what is cached in a pool for those that wait; None if it makes no difference to them."""
@@ -388,7 +396,7 @@ class SchedulerCore:
             return None
         return PoolView(
             pool,
-            self._pools,
+            self._router,
             self._book.entries,
             self._book.computed,
             block_tokens=self._block_tokens,

@@ -239,7 +239,8 @@ class DecodePools:
         """`block_tokens` are those of a block of the prefix cache."""
         self._epochs = epochs(first_epoch)
         self._block_tokens = block_tokens
-        self._holders = Holders()
+        self.holders = Holders()
+        """Which pools have which cached blocks."""
         self._pools: dict[str, DecodePool] = {}
         self._away: dict[str, int] = {}
         self._page_size = 0
@@ -254,6 +255,9 @@ class DecodePools:
 
     def __iter__(self) -> Iterator[DecodePool]:
         return iter(self._pools.values())
+
+    def __len__(self) -> int:
+        return len(self._pools)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pools
@@ -282,7 +286,7 @@ class DecodePools:
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
         self._pools[info.name] = DecodePool(
-            info, self._epochs, block_tokens=self._block_tokens, holders=self._holders
+            info, self._epochs, block_tokens=self._block_tokens, holders=self.holders
         )
         self._draining.pop(info.name, None)
         self._max_total_tokens = None
@@ -354,57 +358,6 @@ class DecodePools:
             balance = pool.balance()
             self._misplaced[name] = pool
             yield name, balance
-
-    def num_cached_tokens(self, digests: Sequence[bytes], num_blocks: int) -> int:
-        """Return how many tokens of a sequence's first blocks are cached in the pool that has most of them."""
-        if not num_blocks:
-            return 0
-        caches = (self._pools[name].ledger.cache for name in self._holders.of(digests[0]))
-        return self._block_tokens * max((c.match(digests, num_blocks).num_blocks for c in caches), default=0)
-
-    def choose_for(self, digests: Sequence[bytes], num_blocks: int, request: Request) -> DecodePool | None:
-        """Return the pool for a batch that begins with a request, whose first blocks have these digests.
-
-        What is cached weighs against load: a pool in which a share x of the request's tokens is cached may have fewer
-        pages free than the emptiest, by a share of its pages less than x. The request fits there, if it fits anywhere.
-        """
-        emptiest = self.choose()
-        if emptiest is None or not num_blocks or len(self._pools) == 1:
-            return emptiest
-        num_pages = num_start_pages(request, self.page_size)
-        best, best_score = emptiest, self._score(emptiest, emptiest, digests, num_blocks, request)
-        for name in self._holders.of(digests[0]):
-            pool = self._pools[name]
-            if pool.free_sequences > 0 and pool.free_pages >= num_pages:
-                score = self._score(pool, emptiest, digests, num_blocks, request)
-                if score > best_score:
-                    best, best_score = pool, score
-        return best
-
-    def belongs_elsewhere(
-        self, pool: DecodePool, digests: Sequence[bytes], num_blocks: int, request: Request
-    ) -> bool:
-        """Return whether a request has so much cached in another pool that it should wait for a batch for that one."""
-        if not num_blocks or len(self._pools) == 1 or self._holders.of(digests[0]) in ((), (pool.name,)):
-            return False
-        chosen = self.choose_for(digests, num_blocks, request)
-        if chosen is None or chosen is pool:
-            return False
-        here, there = (p.ledger.cache.match(digests, num_blocks).num_blocks for p in (pool, chosen))
-        return there > here
-
-    def _score(
-        self,
-        pool: DecodePool,
-        emptiest: DecodePool,
-        digests: Sequence[bytes],
-        num_blocks: int,
-        request: Request,
-    ) -> float:
-        """Return the share of a request's tokens that is cached in a pool, less the share of its pages it lacks."""
-        num_cached = pool.ledger.cache.match(digests, num_blocks).num_blocks * self._block_tokens
-        lacking = max(0, emptiest.free_pages - pool.free_pages)
-        return num_cached / request.num_prefill_tokens - lacking / pool.ledger.num_pages
 
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""

@@ -2,4 +2,7 @@
 
 hashing.py  a digest for each block of a sequence, which stands for it and for all tokens before it
 index.py    the blocks in the pages of one decode worker: found by digest, counted, evicted
+cache.py    which lease holds which of them
+routing.py  to which decode worker a request goes
+waiting.py  what waiting requests find cached, and who waits for whom
 """

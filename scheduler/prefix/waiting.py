@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from scheduler.batching.requests import Work
-from scheduler.decode_pools import DecodePool, DecodePools
+from scheduler.decode_pools import DecodePool
 from scheduler.live import LiveRequest
+from scheduler.prefix.routing import PrefixRouter
 
 MIN_SHARED_TOKENS = 256
 """A request waits for another that computes so many of its own tokens, or more. Fewer are computed twice."""
@@ -48,7 +49,7 @@ class PoolView:
     def __init__(
         self,
         pool: DecodePool,
-        pools: DecodePools,
+        router: PrefixRouter,
         entries: Mapping[str, LiveRequest],
         computed: ComputedBlocks,
         *,
@@ -58,7 +59,7 @@ class PoolView:
         """`computed` are the blocks of requests under way."""
         self._min_shared_blocks = min_shared_blocks
         self._pool = pool
-        self._pools = pools
+        self._router = router
         self._entries = entries
         self._computed = computed
         self._block_tokens = block_tokens
@@ -71,7 +72,7 @@ class PoolView:
         entry = self._entries[request_id]
         assert entry.chain is not None
         digests, most = entry.chain.digests, entry.num_usable_blocks
-        if self._pools.belongs_elsewhere(self._pool, digests, most, entry.request):
+        if self._router.belongs_elsewhere(self._pool, entry):
             return None
         cache = self._pool.ledger.cache
         num_cached, num_used = cache.match(digests, most)

@@ -115,7 +115,7 @@ class ReslicedHandoff:
         self.max_pages = staging.num_pages
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
-        """Claim the leases' pages, and take as many of our own."""
+        """Claim the leases' pages, and take as many of our own. What is cached there is computed here again."""
         assert self._epochs is not None
         refused = self._epochs.claim(leases)
         page_ids = [
@@ -132,10 +132,11 @@ class ReslicedHandoff:
         late = self._epochs.check([writing.leases[i] for i in places])
         source: list[int] = []
         target: list[int] = []
+        own = writing.own_page_ids
         for number, i in enumerate(places):
             if number not in late:
-                source += writing.page_ids[i]
-                target += writing.leases[i].page_ids[: len(writing.page_ids[i])]
+                source += own[i]
+                target += writing.leases[i].own_page_ids[: len(own[i])]
         if self._group is not None and self._group.leader is not None:
             self._group.leader.tell(
                 CopyPages(decode_worker=self._decode_worker, source=tuple(source), target=tuple(target))
