@@ -5,12 +5,17 @@ after the other. A client keeps as many requests waiting as four batches hold, o
 two batches in flight take turns in one run. The bound is what the device alone allows.
 
     python -m benchmarks.ahead --batch-ms 10 --seconds 3
+    python -m benchmarks.ahead --simulate       # the same question on a virtual H200, with TTFT at several loads
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import io
+import itertools
+import json
 import os
 import statistics
 import time
@@ -30,9 +35,11 @@ from benchmarks.hops import (
     decode_info,
     worker_config,
 )
+from scheduler import prefill_workers
 from scheduler.actor import SchedulerConfig
 from scheduler.admission import Admission
 from scheduler.api.scheduler_client import SchedulerClient
+from scheduler.cli import main as run_command
 from scheduler.messages import (
     RAY_NAMESPACE,
     SCHEDULER_NAME,
@@ -173,12 +180,33 @@ def measure(batch_s: float, seconds: float) -> dict[int, float]:
     return {max_batches: statistics.median(values) for max_batches, values in rates.items()}
 
 
+def simulate() -> None:
+    """Print the TTFT of prompts of 64 tokens in the simulator, with one and with two batches in flight."""
+    for model, rates in (("h200-qwen3-0.6b", (300, 1200, 2400)), ("h200-qwen3-8b", (100, 250, 320))):
+        for policy, rate in itertools.product(("fixed", "adaptive"), rates):
+            cells = []
+            for max_batches in (1, 2):
+                prefill_workers._MAX_BATCHES = max_batches
+                said = io.StringIO()
+                options = f"--max-num-seqs 256 --json --cost-model {model} --batch-policy {policy}"
+                load = f"poisson:rate={rate},requests=5000,prompt=64,output=2"
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+                    run_command(["simulate", "--trace", load, *options.split()])
+                ttft = json.loads(said.getvalue())["ttft_ms"]
+                cells.append(f"{ttft['p50']:7.1f} {ttft['p99']:7.1f}")
+            print(f"{model:<16}{policy:<9}{rate:>5}/s   TTFT ms p50, p99:   one{cells[0]}   two{cells[1]}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batch-ms", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each block")
+    parser.add_argument("--simulate", action="store_true")
     arguments = parser.parse_args()
+    if arguments.simulate:
+        simulate()
+        return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -2,7 +2,7 @@
 
 Starts `purefill serve` on this machine, has it write its cost model, plays short pieces of the Azure conversation trace
 (lengths divided, see --scale) and of a Poisson load against it, and simulates the same pieces with that cost model.
-What HTTP and messages cost is taken from a few requests to the idle service beforehand, no part of the load.
+Nothing is fitted to the loads: what the cost model holds, the service measured before them, while it was idle.
 
     python -m benchmarks.simulate_fidelity --seconds 30
 """
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
+import random
 import tempfile
 import time
-from dataclasses import replace
-from itertools import takewhile
+from collections import Counter
+from itertools import islice, takewhile
 from pathlib import Path
 
 import httpx
@@ -34,14 +33,15 @@ from tests.support.service import Service, serve
 TRACE = SHARED / "data" / "AzureLLMInferenceTrace_conv.csv.gz"
 MAX_BATCH_REQUESTS = 8
 BATCH_TIMEOUT_MS = 20.0
-NUM_IDLE = 8
+NUM_SKIPPED = 2000
 
 
 async def ask(client: httpx.AsyncClient, model: str, arrival: Arrival) -> float:
     """Send a request; return the seconds to its first token."""
     body = {
         "model": model,
-        "prompt": [1000 + i % 997 for i in range(arrival.num_prompt)],
+        # None is known from another.
+        "prompt": [random.randrange(1000, 2000) for _ in range(arrival.num_prompt)],
         "max_tokens": arrival.num_output,
         "ignore_eos": True,
         "stream": True,
@@ -70,27 +70,12 @@ async def play(service: Service, load: list[Arrival]) -> list[float]:
 def batch_sizes(service: Service) -> dict[float, float]:
     """Return how many batches had at most so many requests, so far."""
     text = httpx.get(f"{service.url}/metrics").text
-    return {
-        float(sample.labels["le"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "purefill_prefill_batch_requests_bucket"
-    }
-
-
-def with_overhead(costs: FleetCosts, service: Service) -> FleetCosts:
-    """Return the costs with what a request to the idle service takes beyond hold and prefill."""
-    probe = Arrival(0.0, 32, 1)
-
-    async def measure() -> list[float]:
-        async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-            return [await ask(client, service.model, probe) for _ in range(NUM_IDLE)]
-
-    ttft = statistics.median(asyncio.run(measure()))
-    prefill_s, _ = costs.prefill([probe.num_prompt], MAX_BATCH_REQUESTS)
-    overhead_s = max(0.0, ttft - BATCH_TIMEOUT_MS / 1000 - prefill_s)
-    print(f"idle: TTFT {1000 * ttft:.1f} ms, of which {1000 * overhead_s:.1f} ms are HTTP and messages")
-    return replace(costs, http_s=overhead_s)
+    sizes: Counter[float] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "purefill_prefill_batch_requests_bucket":
+                sizes[float(sample.labels["le"])] += sample.value
+    return sizes
 
 
 def simulated(load: list[Arrival], costs: FleetCosts) -> tuple[list[float], Collector]:
@@ -133,6 +118,18 @@ def compare(name: str, service: Service, load: list[Arrival], costs: FleetCosts)
         print(f"  batches of at most {most}: real {share:.0%}, simulated {other:.0%}")
 
 
+def piece_of_trace(seconds: float, rate: float, scale: int) -> list[Arrival]:
+    """Return what follows the trace's first minutes, which are quieter than the rest, with divided lengths."""
+    # 5.53 a second as it is.
+    sped_up = played(lambda: read_trace(TRACE), speed_up=rate / 5.53)
+    rest = islice(sped_up, NUM_SKIPPED, None)
+    first = next(rest)
+    return [
+        Arrival(a.time_s - first.time_s, max(4, a.num_prompt // scale), max(1, a.num_output // scale))
+        for a in takewhile(lambda a: a.time_s - first.time_s < seconds, rest)
+    ]
+
+
 def main() -> None:
     """Compare both loads."""
     parser = argparse.ArgumentParser(
@@ -142,14 +139,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--scale", type=int, default=32, help="divides the trace's lengths")
     options = parser.parse_args()
-    trace = [
-        Arrival(a.time_s, max(4, a.num_prompt // options.scale), max(1, a.num_output // options.scale))
-        for a in takewhile(
-            lambda a: a.time_s < options.seconds,
-            # 5.53 a second as it is.
-            played(lambda: read_trace(TRACE), speed_up=options.rate / 5.53),
-        )
-    ]
+    trace = piece_of_trace(options.seconds, options.rate, options.scale)
     poisson = SyntheticLoad(
         kind="poisson", rate=options.rate, requests=int(options.rate * options.seconds), prompt=32, output=4
     )
@@ -162,8 +152,7 @@ def main() -> None:
             "--max-model-len", "2048",
         ) as service:  # fmt: skip
             costs = read_costs(str(path))
-            print(json.dumps({"prefill": costs.prefill_seconds, "decode": costs.decode_seconds}))
-            costs = with_overhead(costs, service)
+            print(costs.to_json())
             compare("Azure conversation trace", service, trace, costs)
             compare("Poisson", service, list(poisson.arrivals(0)), costs)
 

@@ -81,6 +81,7 @@ def draw(rows: list[tuple[Trace, Policy, int, dict[str, Any]]], path: Path) -> N
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure, axes = plt.subplots(1, len(TRACES), figsize=(15, 4.5), layout="constrained")
     for axis, trace in zip(axes, TRACES, strict=True):
@@ -97,6 +98,9 @@ def draw(rows: list[tuple[Trace, Policy, int, dict[str, Any]]], path: Path) -> N
             )
             axis.plot(x, [f["p50"] for _, f in own], "o", color=f"C{i}", label=policy.name)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xticks(range(len(WORKERS)), [f"{n} worker{'s' if n > 1 else ''}" for n in WORKERS])
         axis.set_title(trace.name)
         axis.grid(axis="y", which="both", alpha=0.2)

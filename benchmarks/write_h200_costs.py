@@ -103,14 +103,15 @@ def qwen3_06b() -> FleetCosts:
     )
 
 
-MESSAGE_S = 0.0018
-HTTP_S = 0.0038
+MESSAGE_S = 0.0005
+HTTP_S = 0.0044
 _COMMON_SOURCES = {
     "attention_seconds_per_pair": f"derived: FLOPs over the 430 TFLOP/s of the attention kernel at 8192 tokens "
     f"a sequence (docs/prefill-graphs.md, {DATE}); counted for what exceeds the measured batches",
     "num_pages": "computed: a GPU of 139 GiB less weights and 10 GiB",
-    "message_s": f"measured on two cores of a CPU with eight requests at once: docs/decode.md, {DATE}",
-    "http_s": f"likewise: reading and checking 1.8 ms, writing out 2 ms; {DATE}",
+    "message_s": f"measured on two cores of a CPU, by sockets, benchmarks/hops.py: docs/latency.md, {DATE}",
+    "http_s": f"likewise with eight requests at once: to the first token 5.5 ms, of which the batch's forming and "
+    f"message are 1.1; {DATE}",
 }
 
 

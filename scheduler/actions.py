@@ -118,18 +118,20 @@ class Outbox:
 
     def take(self) -> list[Action]:
         """Return all actions and forget them."""
-        parts = (self.prefills, self.starts, self.grows, self.cancels, self.events, self.leavers)
-        if not any(parts):
-            return []  # as after most reports of a decode worker
-        actions: list[Action] = list(self.prefills)
-        actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
-        actions += [SendDecodeGrow(worker=w, grants=tuple(g)) for w, g in self.grows.items()]
-        actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
-        actions += [
-            SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
-            for a, e in self.events.items()
-        ]
+        actions: list[Action] = [*self.prefills]
+        if self.starts:
+            actions += [SendDecodeStarts(worker=w, starts=tuple(s)) for w, s in self.starts.items()]
+        if self.grows:
+            actions += [SendDecodeGrow(worker=w, grants=tuple(g)) for w, g in self.grows.items()]
+        if self.cancels:
+            actions += [SendDecodeCancel(worker=w, refs=tuple(r)) for w, r in self.cancels.items()]
+        if self.events:
+            actions += [
+                SendEvents(api_server=a, events=TokenEvents(source="scheduler", events=tuple(e)))
+                for a, e in self.events.items()
+            ]
         actions += self.leavers
-        for part in parts:
-            part.clear()
+        if actions:  # Most reports of a decode worker have no consequence.
+            for part in (self.prefills, self.starts, self.grows, self.cancels, self.events, self.leavers):
+                part.clear()
         return actions

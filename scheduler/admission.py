@@ -132,8 +132,13 @@ class Admission:
         Raises `OverloadedError` if they would be too many now, and `InvalidRequestError` if they always
         would.
         """
+        self.check(num_requests, num_tokens, now)
+        return self._permit(num_requests, num_tokens, None)
+
+    def check(self, num_requests: int, num_tokens: int, now: float) -> None:
+        """Raise as `admit` does, but let nothing in."""
         self._check_size(num_requests, num_tokens)
-        return self._permit(num_requests, num_tokens, None, now)
+        self._check_room(num_requests, num_tokens, now)
 
     def admit_text(self, num_requests: int, num_chars: int, now: float, *, num_tokens: int = 0) -> Permit:
         """Let requests in whose prompts have so many characters together, before they are tokenised.
@@ -143,7 +148,9 @@ class Admission:
         `settle` the permit when the tokens are known.
         """
         self._check_size(num_requests, num_tokens)
-        return self._permit(num_requests, self.estimated_tokens(num_chars) + num_tokens, num_chars, now)
+        num_tokens += self.estimated_tokens(num_chars)
+        self._check_room(num_requests, num_tokens, now)
+        return self._permit(num_requests, num_tokens, num_chars)
 
     def estimated_tokens(self, num_chars: int) -> int:
         """Return about how many tokens so many characters are, as prompts of late had it."""
@@ -164,7 +171,8 @@ class Admission:
                 param="prompt",
             )
 
-    def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None, now: float) -> Permit:
+    def _check_room(self, num_requests: int, num_tokens: int, now: float) -> None:
+        """Raise `OverloadedError` for what does not fit into the queue now."""
         if now > self._state_ends_at:
             self._state = QueueState()
         excess_requests = self.num_requests + num_requests - self._max_requests
@@ -174,6 +182,8 @@ class Admission:
                 f"the queue is full: {self.num_requests} requests of {self.num_tokens} tokens wait",
                 retry_after_s=self._retry_after_s(excess_requests, excess_tokens),
             )
+
+    def _permit(self, num_requests: int, num_tokens: int, num_chars: int | None) -> Permit:
         permit = Permit(self, num_requests, num_tokens, num_chars)
         self._open.add(permit)
         self._open_requests += num_requests

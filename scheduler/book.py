@@ -80,6 +80,11 @@ class RequestBook:
         return len(self._former) + len(self._alone)
 
     @property
+    def num_alone(self) -> int:
+        """Those of them that are to be prefilled alone."""
+        return len(self._alone)
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the requests in the queue."""
         return self._former.num_tokens + sum(queued.num_tokens for queued in self._alone.values())
@@ -178,7 +183,7 @@ class RequestBook:
         if not pool.release(ref):
             return
         entry = self.entries.get(ref.request_id)
-        if entry is not None and entry.holds(ref):
+        if entry is not None and entry.holds(ref.epoch):
             if entry.requeue_reason is None:
                 self._observer.refused("read")
             self.requeue(entry, entry.requeue_reason or "stale_lease", now)

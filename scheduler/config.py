@@ -238,7 +238,7 @@ class ServeConfig(BaseModel):
         description="file to which each request's time and lengths are appended, for purefill simulate and plan",
     )
     write_cost_model: str | None = Field(
-        None, min_length=1, description="file for what the workers measured, for purefill simulate and plan"
+        None, min_length=1, description="file for what the idle service takes, for purefill simulate and plan"
     )
     usage_stats: bool = Field(False, description="let Ray report usage statistics to its makers")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")

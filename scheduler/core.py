@@ -29,7 +29,6 @@ from scheduler.messages import (
     QueueState,
     Rejection,
     Request,
-    SequenceRef,
     StepReport,
 )
 from scheduler.pages import PageLedger
@@ -121,6 +120,11 @@ class SchedulerCore:
             if entry.lease is not None and entry.state is RequestState.DECODING
         }
         return decoding.union(self._prefill.busy)
+
+    @property
+    def may_lack_pages(self) -> bool:
+        """Whether a request may wait for pages to come free. Else all wait for time, company or a prefill worker."""
+        return self._book.num_alone > 0 or (len(self._former) > 0 and self._former.wake_at() is None)
 
     def wake_at(self) -> float | None:
         """Return when `tick` must be called if nothing happens before, or None."""
@@ -305,8 +309,8 @@ class SchedulerCore:
     def tick(self, now: float, *, may_form: bool = True) -> list[Action]:
         """Give pages where they are needed, form the batches that are due; return all actions since the last call.
 
-        `may_form` may be False if nothing happened since but that sequences got tokens, and it is not `wake_at` yet:
-        then no batch can be due.
+        `may_form` may be False if nothing happened since but that sequences got tokens, or left pages that nobody
+        lacked, and it is not `wake_at` yet: then no batch can be due.
         """
         for worker, balance in self._pools.balance():
             if balance.grants:
@@ -351,14 +355,13 @@ class SchedulerCore:
         """Take in the tokens of a step, and the pages that it freed."""
         for earlier in report.earlier:
             entry = self._book.entries.get(earlier.ref.request_id)
-            if entry is not None and earlier.ref in pool and entry.holds(earlier.ref):
+            if entry is not None and earlier.ref in pool and entry.holds(earlier.ref.epoch):
                 self._book.catch_up(entry, pool, earlier)
         for event in report.events:
-            ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
             entry = self._book.entries.get(event.request_id)
             if entry is None:
                 continue  # Cancelled in the meantime.
-            if ref not in pool or not entry.holds(ref):
+            if not entry.holds(event.epoch) or entry.ref not in pool:
                 self._observer.refused("event")
             else:
                 self._book.advance(entry, pool, event, now)

@@ -20,6 +20,8 @@ from scheduler.placement import DecodePlacement
 
 _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
+_PAGES_AT_ONCE = 4
+"""A sequence is granted so many pages while half of the pool is free, so that it has to be told less often."""
 _PREEMPT_AHEAD_TOKENS = 2
 """Others must leave once a sequence has room for fewer tokens than this: until then, one may end by itself."""
 _ANY_NUM_TOKENS = 2**63
@@ -53,9 +55,6 @@ class Balance(NamedTuple):
     """Sequences that must leave; `release` them when nobody touches their pages any more."""
 
 
-_NOTHING = Balance([], [])
-
-
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
@@ -77,6 +76,11 @@ class DecodePool:
 
     def __len__(self) -> int:
         return len(self._tenants)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a sequence should have more pages than it has."""
+        return bool(self._short)
 
     @property
     def name(self) -> str:
@@ -107,6 +111,10 @@ class DecodePool:
 
     def in_order(self, report: StepReport) -> Iterator[StepReport]:
         """Yield the worker's reports in the order in which it made them: this one once all before it have come."""
+        if report.number == self._next_report and not self._early_reports:
+            self._next_report += 1
+            yield report
+            return
         self._early_reports[report.number] = report
         while (following := self._early_reports.pop(self._next_report, None)) is not None:
             self._next_report += 1
@@ -130,39 +138,35 @@ class DecodePool:
         """A sequence has `num_tokens` tokens now, the newest of which is not in its pages yet."""
         tenant = self._tenants[ref.epoch]
         tenant.num_tokens = num_tokens
-        if self._wanted(tenant, _GROW_AHEAD_TOKENS) > 0 and not tenant.leaving:
+        room = tenant.num_pages * self.ledger.page_size
+        if num_tokens + _GROW_AHEAD_TOKENS > room < tenant.max_tokens and not tenant.leaving:
             self._short[ref.epoch] = tenant
 
     def leave(self, ref: SequenceRef) -> None:
         """A sequence ended, or must leave: it gets no more pages, and those that it has come back soon."""
-        tenant = self._tenants[ref.epoch]
-        tenant.leaving = True
-        self._note(tenant)
+        self._stop_growing(self._tenants[ref.epoch])
 
     def release(self, ref: SequenceRef) -> bool:
         """Take back a sequence's pages. Returns False if it had none any more."""
         tenant = self._tenants.pop(ref.epoch, None)
         if tenant is None:
             return False
-        tenant.leaving = True
-        self._note(tenant)
+        self._stop_growing(tenant)
         self.ledger.release(ref)
         return True
 
     def balance(self) -> Balance:
         """Grant pages to those that are short of them, oldest first; name those that must leave if too few are free."""
-        if not self._short:
-            return _NOTHING
         grants: list[PageGrant] = []
         for tenant in sorted(self._short.values(), key=lambda tenant: tenant.age):
             wanted = self._wanted(tenant, _GROW_AHEAD_TOKENS)
-            num_pages = min(wanted, self.ledger.free_pages)
+            num_pages = min(self._handed_out(tenant, wanted), self.ledger.free_pages)
             if num_pages:
                 grants.append(self.ledger.grow(tenant.ref, num_pages))
                 tenant.num_pages += num_pages
-            if num_pages == wanted:
+            if num_pages >= wanted:
                 del self._short[tenant.ref.epoch]
-            self._note(tenant)
+                self._note(tenant)
         return Balance(grants, self._preempt() if self._short else [])
 
     def _preempt(self) -> list[SequenceRef]:
@@ -187,13 +191,24 @@ class DecodePool:
         num_tokens = min(tenant.num_tokens + ahead_tokens, tenant.max_tokens)
         return max(0, self.ledger.pages_for(num_tokens) - tenant.num_pages)
 
+    def _handed_out(self, tenant: _Tenant, wanted: int) -> int:
+        """Return how many pages a sequence gets that wants so many, if there are as many."""
+        if 0 < wanted < _PAGES_AT_ONCE and 2 * self.ledger.free_pages > self.ledger.num_pages:
+            return min(_PAGES_AT_ONCE, self.ledger.pages_for(tenant.max_tokens) - tenant.num_pages)
+        return wanted
+
     def _note(self, tenant: _Tenant) -> None:
-        """Keep the sets of those that grow and of those that are short of pages as they should be."""
-        if tenant.leaving:
-            self._short.pop(tenant.ref.epoch, None)
-        if not tenant.leaving and tenant.num_pages < self.ledger.pages_for(tenant.max_tokens):
+        """Take in that a sequence has more pages."""
+        if tenant.num_pages * self.ledger.page_size < tenant.max_tokens:
             self._growing.add(tenant.ref.epoch)
         else:
+            self._growing.discard(tenant.ref.epoch)
+
+    def _stop_growing(self, tenant: _Tenant) -> None:
+        """Let a sequence get no more pages."""
+        if not tenant.leaving:
+            tenant.leaving = True
+            self._short.pop(tenant.ref.epoch, None)
             self._growing.discard(tenant.ref.epoch)
 
 
@@ -206,8 +221,8 @@ class DecodePools:
         self._away: dict[str, int] = {}
         self._page_size = 0
         self._placement = DecodePlacement()
-        self._changed: dict[str, DecodePool] = {}
-        """Those that may have to be balanced."""
+        self._unbalanced: dict[str, DecodePool] = {}
+        """Those that are short of pages and changed since they were balanced."""
         self._misplaced: dict[str, DecodePool] = {}
         """Those whose place may be another one. They are placed when one is chosen, not at each change."""
         self._draining: dict[str, DecodePool] = {}
@@ -277,7 +292,7 @@ class DecodePools:
     def remove(self, name: str) -> None:
         """Forget a pool and all leases on it."""
         del self._pools[name]
-        self._changed.pop(name, None)
+        self._unbalanced.pop(name, None)
         self._misplaced.pop(name, None)
         self._draining.pop(name, None)
         self._max_total_tokens = None
@@ -303,12 +318,14 @@ class DecodePools:
 
     def changed(self, pool: DecodePool) -> None:
         """Take in that a pool's leases changed."""
-        self._changed[pool.name] = self._misplaced[pool.name] = pool
+        self._misplaced[pool.name] = pool
+        if pool.is_short:
+            self._unbalanced[pool.name] = pool
 
     def balance(self) -> Iterator[tuple[str, Balance]]:
         """Yield what is to be done at each decode worker whose leases changed."""
-        changed, self._changed = self._changed, {}
-        for name, pool in changed.items():
+        unbalanced, self._unbalanced = self._unbalanced, {}
+        for name, pool in unbalanced.items():
             balance = pool.balance()
             self._misplaced[name] = pool
             yield name, balance

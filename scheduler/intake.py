@@ -47,7 +47,7 @@ def check_room(group: Sequence[Request], admission: Admission, now: float) -> Re
     first, num_tokens = group[0].request_id, sum(len(request.prompt_token_ids) for request in group)
     try:
         # They are in the queue, which counts them, as soon as this returns.
-        admission.admit(len(group), num_tokens, now).close()
+        admission.check(len(group), num_tokens, now)
     except OverloadedError as error:
         return Rejection(
             request_id=first, label=error.label, message=error.message, retry_after_s=error.retry_after_s

@@ -45,6 +45,7 @@ class LiveRequest:
     """Times that its pages did not reach their decode worker."""
     resume_at: int | None = None
     """How many of its tokens it keeps when it waits again; None: all."""
+    _ref: SequenceRef | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -55,11 +56,13 @@ class LiveRequest:
     def ref(self) -> SequenceRef:
         """What the decode worker knows it by, while it has a lease."""
         assert self.lease is not None
-        return SequenceRef(request_id=self.request.request_id, epoch=self.lease.epoch)
+        if self._ref is None or self._ref.epoch != self.lease.epoch:
+            self._ref = SequenceRef(request_id=self.request.request_id, epoch=self.lease.epoch)
+        return self._ref
 
-    def holds(self, ref: SequenceRef) -> bool:
-        """Whether it has this very lease."""
-        return self.lease is not None and self.lease.epoch == ref.epoch
+    def holds(self, epoch: int) -> bool:
+        """Whether it has the lease of this epoch."""
+        return self.lease is not None and self.lease.epoch == epoch
 
     def wait_again(self) -> None:
         """Go back to the start, with the tokens that it has, or with as many as it is to keep."""

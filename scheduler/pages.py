@@ -29,15 +29,17 @@ class PageLedger:
         """Pages that can be leased: all but the scratch page 0."""
         self._max_sequences = info.max_num_seqs
         self._epochs = epoch_source
-        # Taken from the end, so that a fresh pool gives out ascending, consecutive pages.
-        self._free = list(range(self.num_pages, 0, -1))
+        self._num_used = 0
+        """Pages that were ever leased: those from 1 to this one, so that a fresh pool gives out consecutive pages."""
+        self._returned: list[int] = []
+        """Those of them that are free again, taken from the end."""
         self._leases: dict[int, list[int]] = {}
         """Pages by epoch, which no two leases share."""
 
     @property
     def free_pages(self) -> int:
         """Pages that nobody has leased."""
-        return len(self._free)
+        return self.num_pages - self._num_used + len(self._returned)
 
     @property
     def free_sequences(self) -> int:
@@ -70,8 +72,14 @@ class PageLedger:
 
     def release(self, ref: SequenceRef) -> None:
         """End a lease and free its pages."""
-        self._free.extend(reversed(self._leases.pop(ref.epoch)))
+        self._returned += self._leases.pop(ref.epoch)[::-1]
 
     def _take(self, num_pages: int) -> list[int]:
         assert num_pages <= self.free_pages, (num_pages, self.free_pages)
-        return [self._free.pop() for _ in range(num_pages)]
+        returned = self._returned
+        page_ids = returned[: -num_pages - 1 : -1]
+        del returned[len(returned) - len(page_ids) :]
+        if len(page_ids) < num_pages:
+            first, self._num_used = self._num_used + 1, self._num_used + num_pages - len(page_ids)
+            page_ids += range(first, self._num_used + 1)
+        return page_ids

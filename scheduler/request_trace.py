@@ -7,6 +7,7 @@ from typing import IO
 
 from scheduler.messages import Request
 from scheduler.metrics import SchedulerMetrics
+from scheduler.simulate.calibrate import USER as CALIBRATION_USER
 from scheduler.simulate.traces import TRACE_COLUMNS
 
 
@@ -28,11 +29,12 @@ class RequestTrace:
         """Of those that have ended."""
 
     def accepted(self, requests: Iterable[Request], time_s: float) -> None:
-        """Requests came, at a time of day. One that is known already is passed over."""
+        """Requests came, at a time of day. Those that are known already, or are the service's own, are passed over."""
         # Clocks are set back at times; a trace never goes back.
         self._last_time_s = max(self._last_time_s, time_s)
         for request in requests:
-            self._times.setdefault(request.request_id, self._last_time_s)
+            if not request.tenant.endswith(f"/{CALIBRATION_USER}"):
+                self._times.setdefault(request.request_id, self._last_time_s)
 
     def ended(self, request: Request, num_outputs: int) -> None:
         """A request ended with so many tokens. One that was never accepted here is passed over."""

@@ -40,7 +40,8 @@ from scheduler.messages import (
 from scheduler.models import ModelFolder, cache_folder, resolve_model
 from scheduler.observe.logs import relay_actor_logs, say_on_stderr
 from scheduler.observe.traces import check_installed
-from scheduler.simulate.measured import measured_costs, write_costs
+from scheduler.simulate.calibrate import Client
+from scheduler.simulate.measured import measure, write_costs
 from scheduler.supervisor import Supervisor
 from scheduler.workers import WorkerKind, WorkerTemplate, create_actor, create_worker, place_workers
 
@@ -90,7 +91,7 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
-                        _write_cost_model(Path(config.write_cost_model), config, service)
+                        _write_cost_model(Path(config.write_cost_model), service, config)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -122,12 +123,27 @@ def _check_files(config: ServeConfig) -> None:
             ) from error
 
 
-def _write_cost_model(path: Path, config: ServeConfig, service: RunningService) -> None:
+def _write_cost_model(path: Path, service: RunningService, config: ServeConfig) -> None:
     decode, prefill = service.decode[0], service.prefill[0]
     ranks = config.num_ranks
     num_ranks = len(service.decode) * ranks["decode"] + len(service.prefill) * ranks["prefill"]
-    is_shared = decode.device == "cpu" or num_ranks > _num_gpus()
-    write_costs(path, measured_costs(prefill, decode, is_device_shared=is_shared))
+    client = Client(
+        service.url,
+        model=prefill.model.name,
+        vocab_size=prefill.model.vocab_size,
+        api_key=next(iter(config.api_key), None),
+    )
+    _say("measuring what requests take, for the cost model")
+    costs = measure(
+        client.ask,
+        prefill,
+        decode,
+        max_batch_requests=config.max_batch_requests,
+        max_batch_tokens=config.max_batch_tokens,
+        takes_whole_groups=config.batch_policy == "fixed",
+        is_device_shared=decode.device == "cpu" or num_ranks > _num_gpus(),
+    )
+    write_costs(path, costs)
     _say(f"wrote the cost model to {path}")
 
 

@@ -144,7 +144,7 @@ class BatchFormer:
 
     def wake_at(self) -> float | None:
         """Return when `form` must be asked again if nothing else happens, or None if it need not be."""
-        return self._wake_at if self._queue else None
+        return self._wake_at if self._wake_at is not None and self._queue else None
 
     def measured(self, seconds_by_bucket: Mapping[int, float]) -> None:
         """Learn the token buckets that the workers captured, and what a batch of each takes, in seconds."""

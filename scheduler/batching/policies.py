@@ -48,7 +48,7 @@ class BatchView(NamedTuple):
     @property
     def oldest_arrival(self) -> float:
         """When the oldest of its requests arrived."""
-        return min(request.arrival_time for request in self.requests)
+        return min([request.arrival_time for request in self.requests])
 
     @property
     def earliest_deadline(self) -> float | None:

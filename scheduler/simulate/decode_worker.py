@@ -10,7 +10,6 @@ with s(n) the seconds of a step's bucket and c what each attended token adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -66,7 +65,7 @@ class VirtualDecodeWorker:
         """Spent in steps so far."""
         self._costs = costs
         self._sink = sink
-        self._step_s: Callable[[int], float] = costs.step
+        self._step_s = costs.step_seconds
         self._per_token = costs.decode_seconds_per_context_token
         self._page_size = costs.page_size
         self._slowness = 1.0
@@ -75,6 +74,8 @@ class VirtualDecodeWorker:
         """When the last step ended that is counted in `_steps`."""
         self._boundary = _NEVER
         """After so many steps the commands that wait are obeyed."""
+        self._target = _NEVER
+        """After so many steps `advance` is to be called."""
         self._active: dict[int, _Sequence] = {}
         """By the epoch of the lease, which no two share."""
         self._context = 0
@@ -131,7 +132,7 @@ class VirtualDecodeWorker:
 
     def next_at(self) -> float:
         """Return when `advance` must be called, or infinity."""
-        target = self._next_step()
+        target = self._target = self._next_step()
         if target == _NEVER:
             return inf
         return self._clock + self._seconds(target - self._steps) * self._slowness
@@ -147,9 +148,8 @@ class VirtualDecodeWorker:
 
     def advance(self, now: float) -> StepReport | None:
         """Make the steps that end `now`, as `next_at` said; return what the scheduler is to be told, if anything."""
-        target = self._next_step()
-        assert target != _NEVER
-        self._make(target - self._steps, now)
+        assert self._steps <= self._target < _NEVER
+        self._make(self._target - self._steps, now)
         events: list[TokenEvent] = []
         earlier: list[EarlierTokens] = []
         released: list[SequenceRef] = []
@@ -198,14 +198,14 @@ class VirtualDecodeWorker:
         if not n or not num_steps:
             return 0.0
         attended = num_steps * self._context + n * num_steps * (num_steps - 1) // 2
-        return num_steps * self._step_s(n) + self._per_token * attended
+        return num_steps * self._step_s[n] + self._per_token * attended
 
     def _completed(self, now: float) -> int:
         """Return how many steps have ended since the clock was set."""
         spent = (now - self._clock) / self._slowness
         n = len(self._active)
         a = self._per_token * n / 2
-        b = self._step_s(n) + self._per_token * self._context - a
+        b = self._step_s[n] + self._per_token * self._context - a
         k = int((sqrt(b * b + 4 * a * spent) - b) / (2 * a)) if a > 0 else int(spent / b)
         while k > 0 and self._seconds(k) > spent:
             k -= 1
@@ -223,9 +223,9 @@ class VirtualDecodeWorker:
     def _make(self, num_steps: int, now: float) -> None:
         n = len(self._active)
         if num_steps and n:
-            first = (self._step_s(n) + self._per_token * self._context) * self._slowness
+            first = (self._step_s[n] + self._per_token * self._context) * self._slowness
             last = first + self._per_token * n * (num_steps - 1) * self._slowness
-            self.busy_s += self._seconds(num_steps) * self._slowness
+            self.busy_s += num_steps * (first + last) / 2
             if self._num_fresh:
                 # For these the first gap was longer than the step, and the sink has had it.
                 self._sink.steps(1, n - self._num_fresh, first, first, now)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
@@ -44,6 +45,7 @@ from scheduler.simulate.collector import Collector, RequestTimes
 from scheduler.simulate.decode_worker import VirtualDecodeWorker
 from scheduler.simulate.fleet import FleetSettings
 from scheduler.simulate.fleet_costs import FleetCosts
+from scheduler.simulate.shared import SharedDevices
 from scheduler.simulate.traces import Arrival
 from scheduler.simulate.watcher import Watcher
 
@@ -75,6 +77,11 @@ class Simulation:
         """When each decode worker's next event is."""
         self._changed: dict[str, VirtualDecodeWorker] = {}
         """Those whose next event may be another one now."""
+        self._devices = (
+            SharedDevices(costs, self._decode, at=self._at, changed=self._has_changed)
+            if costs.is_device_shared
+            else None
+        )
         self._model = ModelInfo(
             name=costs.name,
             max_model_len=costs.max_model_len,
@@ -83,8 +90,12 @@ class Simulation:
             dtype="",
             num_parameters=0,
         )
-        self._may_form = True
-        self._step_call = self._step  # the same object each time, so that events are told apart
+        self._may_form = False
+        """A batch may be due: more happened since the last tick than that sequences got tokens."""
+        self._has_news = False
+        """The core was told something since the last tick."""
+        self._wake_at = inf
+        """When a tick is due if nothing happens before."""
         self._rng = random.Random(settings.seed)
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
@@ -94,39 +105,44 @@ class Simulation:
         for i in range(self._settings.prefill_workers):
             self._join_prefill(f"prefill-{i}", 0.0)
         http_s = self._costs.http_s / 2
-        events, core, step = self._events, self._core, self._step_call
+        events, live = self._events, self._watcher.live
         number = 0
         arrival = next(arrivals, None)
-        wake_at: float | None = None
-        while arrival is not None or core.num_live:
+        while arrival is not None or live:
             now = inf if arrival is None else arrival.time_s + http_s
             if events and events[0][0] < now:
                 now = events[0][0]
-            if wake_at is not None and wake_at < now:
-                now = wake_at
+            now = min(now, self._wake_at)
             assert now < inf, "requests wait for ever"
-            # A batch can only be due if more happened than that sequences got tokens.
-            self._may_form = wake_at is not None and wake_at <= now
             while arrival is not None and arrival.time_s + http_s <= now:
-                self._may_form = True
                 self._arrive(f"r{number}", arrival, now)
                 number += 1
                 arrival = next(arrivals, None)
             while events and events[0][0] <= now:
                 _, _, call, argument = heappop(events)
-                self._may_form |= call is not step
                 call(argument, now)
-            for action in core.tick(now, may_form=self._may_form):
-                self._perform(action, now)
+            if self._has_news or self._wake_at <= now:
+                self._tick(now)
             for worker in self._changed.values():
                 self._plan(worker)
             self._changed.clear()
-            wake_at = core.wake_at()
-            if wake_at is not None and wake_at <= now:
-                wake_at = None
         self._collector.decode_busy_s += sum(worker.busy_s for worker in self._decode.values())
 
+    def _tick(self, now: float) -> None:
+        """Carry out what the core wants after what it was told, and note when it wants to be asked again."""
+        may_form = self._may_form or self._core_wakes_at() <= now
+        self._may_form = self._has_news = False
+        for action in self._core.tick(now, may_form=may_form):
+            self._perform(action, now)
+        wake_at = self._core_wakes_at()
+        self._wake_at = wake_at if wake_at > now else inf
+
+    def _core_wakes_at(self) -> float:
+        wake_at = self._core.wake_at()
+        return inf if wake_at is None else wake_at
+
     def _arrive(self, request_id: str, arrival: Arrival, now: float) -> None:
+        self._may_form = self._has_news = True
         request = Request(
             request_id=request_id,
             api_server=_API_SERVER,
@@ -195,11 +211,6 @@ class Simulation:
     def _compute(self, name: str, batch: PrefillBatch, now: float) -> None:
         lengths = [item.request.num_prefill_tokens for item in batch.items]
         seconds, padding = self._costs.prefill(lengths, self._settings.max_batch_requests)
-        neighbour = self._neighbour(name)
-        if neighbour is not None:
-            if neighbour.num_running:
-                seconds *= self._costs.shared_slowdown
-            self._slow_down(neighbour, self._costs.shared_slowdown, now)
         result = PrefillResult(
             batch_id=batch.batch_id,
             worker=name,
@@ -218,18 +229,31 @@ class Simulation:
             replays={},
             seconds=seconds,
         )
-        # One that was sent ahead begins when the one before it is done.
-        done_at = max(now + self._costs.message_s, self._prefill_busy_until[name]) + seconds
-        self._prefill_busy_until[name] = done_at
-        self._at(done_at + self._costs.message_s, self._computed, (result, self._prefill_runs[name]))
+        message_s, run = self._costs.message_s, self._prefill_runs[name]
+        if self._devices is None:
+            # One that was sent ahead begins when the one before it is done.
+            done_at = max(now + message_s, self._prefill_busy_until[name]) + seconds
+            self._prefill_busy_until[name] = done_at
+            self._at(done_at + message_s, self._computed, (result, run))
+        else:
+            self._at(now + message_s, self._begin, (result, run))
+
+    def _begin(self, argument: tuple[PrefillResult, int], now: float) -> None:
+        """Let a prefill worker compute a batch on a device that it shares."""
+        result, run = argument
+
+        def done(seconds: float, now: float) -> None:
+            own = replace(result, seconds=seconds)
+            self._at(now + self._costs.message_s, self._computed, (own, run))
+
+        if self._devices is not None and self._prefill_runs[result.worker] == run:
+            self._devices.begin(result.worker, result.seconds, now, done)
 
     def _computed(self, argument: tuple[PrefillResult, int], now: float) -> None:
         result, run = argument
         if self._prefill_runs[result.worker] != run:
             return  # It died meanwhile.
-        neighbour = self._neighbour(result.worker)
-        if neighbour is not None and self._prefill_busy_until[result.worker] <= now:
-            self._slow_down(neighbour, 1.0, now)
+        self._may_form = self._has_news = True
         done_at = now - self._costs.message_s
         self._watcher.token_at = done_at + self._costs.http_s / 2
         for outcome in result.outcomes:
@@ -237,20 +261,12 @@ class Simulation:
         self._collector.prefilled(result.num_tokens, result.padding_tokens, result.seconds, done_at)
         self._core.prefill_done(result, now)
 
-    def _neighbour(self, prefill_worker: str) -> VirtualDecodeWorker | None:
-        """Return the decode worker on a prefill worker's device, if they share one: that of the same number."""
-        if self._costs.shared_slowdown == 1:
-            return None
-        return self._decode.get(f"decode-{prefill_worker.removeprefix('prefill-')}")
-
-    def _slow_down(self, worker: VirtualDecodeWorker, slowness: float, now: float) -> None:
-        worker.slow_down(slowness, now)
-        self._changed[worker.name] = worker
-
     # Decode workers.
 
     def _join_decode(self, name: str, now: float) -> None:
-        self._decode[name] = VirtualDecodeWorker(name, self._costs, self._watcher)
+        worker = self._decode[name] = VirtualDecodeWorker(name, self._costs, self._watcher)
+        if self._devices is not None:
+            self._devices.joined(worker, now)
         self._planned[name] = inf
         self._core.add_decode_worker(
             DecodeWorkerInfo(
@@ -287,8 +303,11 @@ class Simulation:
             return
         self._planned[worker.name] = inf
         report = worker.advance(now)
+        if self._devices is not None:
+            self._devices.stepped(worker.name, now)
         if report is not None:
-            self._may_form |= bool(report.events or report.released)
+            self._has_news = True
+            self._may_form |= bool(report.released) and self._core.may_lack_pages
             self._watcher.token_at = now + self._costs.http_s / 2
             self._core.step_done(report, now)
         self._changed[worker.name] = worker
@@ -299,7 +318,7 @@ class Simulation:
         if at != self._planned[worker.name]:
             self._planned[worker.name] = at
             if at < inf:
-                self._at(at, self._step_call, (worker, at))
+                self._at(at, self._step, (worker, at))
 
     # Failures.
 
@@ -311,20 +330,33 @@ class Simulation:
         failures = self._settings.failures
         assert failures is not None
         self._collector.num_deaths += 1
+        self._may_form = self._has_news = True
         if name in self._prefill_runs:
             self._prefill_runs[name] += 1
-            neighbour = self._neighbour(name)
-            if neighbour is not None:
-                self._slow_down(neighbour, 1.0, now)
-            join = self._join_prefill
+            if self._devices is not None:
+                self._devices.drop(name, now)
         else:
             worker = self._decode.pop(name)
             self._changed.pop(name, None)
+            if self._devices is not None:
+                self._devices.stepped(name, now)
             self._core.step_done(worker.die(now), now)
             self._collector.decode_busy_s += worker.busy_s
-            join = self._join_decode
         self._core.worker_lost(name, now, returns=True)
-        self._at(now + self._rng.expovariate(1 / failures.repair_s), join, name)
+        self._at(now + self._rng.expovariate(1 / failures.repair_s), self._return, name)
+
+    def _return(self, name: str, now: float) -> None:
+        """Let a worker join again, as the service's crew does: no lease of its earlier life is taken for a new one."""
+        self._may_form = self._has_news = True
+        self._core.fence_epoch()
+        if name in self._prefill_runs:
+            self._join_prefill(name, now)
+        else:
+            self._join_decode(name, now)
+            self._core.fail_what_fits_nowhere(now)
+
+    def _has_changed(self, worker: VirtualDecodeWorker) -> None:
+        self._changed[worker.name] = worker
 
     def _at(self, time_s: float, call: Callable[..., None], argument: object) -> None:
         heappush(self._events, (time_s, next(self._order), call, argument))

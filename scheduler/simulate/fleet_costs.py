@@ -19,9 +19,18 @@ from scheduler.errors import ConfigError
 _FORMAT = "purefill-fleet-costs-1"
 
 
+class CostModelError(ConfigError):
+    """A cost model says too little, or what cannot be; the message names the field."""
+
+    def __init__(self, key: str, message: str) -> None:
+        """`key`: the field or bucket, as it stands in a file."""
+        super().__init__(message)
+        self.key = key
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetCosts:
-    """Times and sizes of one kind of worker for one model. Raises `ConfigError` naming the field that is wrong."""
+    """Times and sizes of one kind of worker for one model. Raises `CostModelError` naming the field that is wrong."""
 
     name: str
     prefill_seconds: Mapping[str, float]
@@ -41,8 +50,10 @@ class FleetCosts:
     """One way of a message between scheduler and worker."""
     http_s: float = 0.0
     """From a client to the scheduler's queue, and from a worker's first token to the client, together."""
-    shared_slowdown: float = 1.0
-    """How many times as long both take while a prefill and a decode worker on one device compute at once."""
+    prefill_slowdown: float = 1.0
+    """How many times as long a prefill takes while the decode worker on its device computes."""
+    decode_slowdown: float = 1.0
+    """How many times as long a decode step takes while the prefill worker on its device computes."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Of each figure: measured by which script and when, or how it was derived."""
 
@@ -52,28 +63,42 @@ class FleetCosts:
             ("decode_seconds", self.decode_seconds),
         ):
             if not table:
-                raise ConfigError(f"{name} of cost model {self.name} must hold at least one bucket")
+                raise CostModelError(name, f"{name} of cost model {self.name} must hold at least one bucket")
             for bucket, seconds in table.items():
                 if not _is_bucket(bucket) or not _is_number(seconds) or not 0 < seconds < inf:
-                    raise ConfigError(
+                    raise CostModelError(
+                        bucket,
                         f"{name} of cost model {self.name} must hold seconds > 0 by buckets such as 512x8, "
-                        f"got {bucket}: {seconds}"
+                        f"got {bucket}: {seconds}",
                     )
-        least = {"page_size": 1, "num_pages": 1, "max_model_len": 2, "shared_slowdown": 1}
+        least = {
+            "page_size": 1,
+            "num_pages": 1,
+            "max_model_len": 2,
+            "prefill_slowdown": 1,
+            "decode_slowdown": 1,
+        }
         at_least_0 = ("decode_seconds_per_context_token", "attention_seconds_per_pair", "message_s", "http_s")
         for name, low in (least | dict.fromkeys(at_least_0, 0)).items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value < inf:
-                raise ConfigError(
-                    f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
+                raise CostModelError(
+                    name, f"{name} of cost model {self.name} must be a number >= {low}, got {value!r}"
                 )
 
+    @property
+    def is_device_shared(self) -> bool:
+        """Whether a prefill and a decode worker compute on one device."""
+        return self.prefill_slowdown > 1 or self.decode_slowdown > 1
+
     def check(self, *, max_num_seqs: int) -> None:
-        """Raise `ConfigError` if a step of so many sequences has no bucket."""
-        if max_num_seqs > self._step_sizes[-1]:
-            raise ConfigError(
+        """Raise `CostModelError` if a step of so many sequences has no bucket."""
+        most = len(self.step_seconds) - 1
+        if max_num_seqs > most:
+            raise CostModelError(
+                "decode_seconds",
                 f"decode_seconds of cost model {self.name} must have a bucket of {max_num_seqs} sequences "
-                f"(max_num_seqs), the largest is {self._step_sizes[-1]}"
+                f"(max_num_seqs), the largest is {most}",
             )
 
     @cached_property
@@ -82,12 +107,11 @@ class FleetCosts:
         return CostModel(seconds_by_tokens(self.prefill_seconds))
 
     @cached_property
-    def _step_table(self) -> dict[int, float]:
-        return seconds_by_tokens(self.decode_seconds)
-
-    @cached_property
-    def _step_sizes(self) -> list[int]:
-        return sorted(self._step_table)
+    def step_seconds(self) -> list[float]:
+        """Seconds of a decode step of so many sequences, what their context adds not counted."""
+        table = seconds_by_tokens(self.decode_seconds)
+        sizes = sorted(table)
+        return [table[sizes[bisect_left(sizes, n)]] for n in range(sizes[-1] + 1)]
 
     @cached_property
     def _max_slots(self) -> int:
@@ -111,10 +135,6 @@ class FleetCosts:
             measured = sum(num_tokens * num_tokens for num_tokens in padded) / (2 * self._max_slots)
             seconds += self.attention_seconds_per_pair * max(0.0, pairs - measured)
         return seconds, sum(padded) - total
-
-    def step(self, num_sequences: int) -> float:
-        """Return the seconds of a decode step of so many sequences, what their context adds not counted."""
-        return self._step_table[self._step_sizes[bisect_left(self._step_sizes, num_sequences)]]
 
     def on_other_gpu(self, *, flops_ratio: float, bandwidth_ratio: float) -> FleetCosts:
         """Return a roofline extrapolation to a GPU of so many times the FLOP/s and the memory bandwidth."""
@@ -147,8 +167,12 @@ def shipped_costs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
-def read_costs(name: str) -> FleetCosts:
-    """Read a shipped cost model by its name, or a file. Raises `ConfigError` if it is none."""
+def read_costs(name: str, *, max_num_seqs: int = 1) -> FleetCosts:
+    """Read a shipped cost model by its name, or a file.
+
+    Raises `ConfigError` if it is none, or lacks a bucket for steps of `max_num_seqs` sequences; for what is wrong in a
+    file it names the line.
+    """
     shipped = shipped_costs()
     path = shipped.get(name, Path(name))
     try:
@@ -166,14 +190,25 @@ def read_costs(name: str) -> FleetCosts:
     known = {f.name: f for f in fields(FleetCosts)}
     for key in data:
         if key not in known:
-            raise ConfigError(f"cost model {path} holds an unknown field {key}")
+            raise ConfigError(f"{_at(path, text, key)}: cost model holds an unknown field {key}")
     missing = [f for f in ("name", *_REQUIRED) if f not in data]
     if missing:
         raise ConfigError(f"cost model {path} lacks the field {missing[0]}")
     for key in ("prefill_seconds", "decode_seconds", "sources"):
         if not isinstance(data.get(key, {}), dict):
-            raise ConfigError(f"{key} of cost model {path} must be a JSON object")
-    return FleetCosts(**data)
+            raise ConfigError(f"{_at(path, text, key)}: {key} must be a JSON object")
+    try:
+        costs = FleetCosts(**data)
+        costs.check(max_num_seqs=max_num_seqs)
+    except CostModelError as error:
+        raise ConfigError(f"{_at(path, text, error.key)}: {error}") from error
+    return costs
+
+
+def _at(path: Path, text: str, key: str) -> str:
+    """Return where in a file a key stands."""
+    before, found, _ = text.partition(json.dumps(key))
+    return f"{path}, line {1 + before.count(chr(10))}" if found else str(path)
 
 
 _REQUIRED = (

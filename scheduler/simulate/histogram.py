@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from math import ceil, exp, log
 
 _RATIO = 1.01
 _LOG = log(_RATIO)
+_BINS_PER_E = 1 / _LOG
+_LEAST = 1e-9
+_FIRST_BIN = 10_000
+"""Above the number of bins below 1, so that all bins have numbers > 0, for which `int` rounds down."""
 
 
 class LogHistogram:
@@ -14,12 +19,11 @@ class LogHistogram:
     def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
-        self._bins: dict[int, int] = {}
+        self._bins: defaultdict[int, int] = defaultdict(int)
 
     def add(self, value: float, weight: int = 1) -> None:
         """Take in a value `weight` times. What is below a nanosecond counts as one."""
-        i = round(log(max(value, 1e-9)) / _LOG)
-        self._bins[i] = self._bins.get(i, 0) + weight
+        self._bins[int(log(value if value > _LEAST else _LEAST) * _BINS_PER_E + (_FIRST_BIN + 0.5))] += weight
         self.count += weight
         self.total += value * weight
 
@@ -44,7 +48,7 @@ class LogHistogram:
         for i in sorted(self._bins):
             seen += self._bins[i]
             if seen >= wanted:
-                return exp(i * _LOG)
+                return exp((i - _FIRST_BIN) * _LOG)
         return 0.0
 
     def curve(self, num_points: int = 100) -> list[tuple[float, float]]:

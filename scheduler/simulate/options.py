@@ -135,7 +135,7 @@ def load_of(options: argparse.Namespace) -> LoadOptions:
 
 def costs_of(options: argparse.Namespace) -> FleetCosts:
     """Return the cost model that was asked for. Raises `ConfigError`."""
-    costs = read_costs(options.cost_model)
+    costs = read_costs(options.cost_model, max_num_seqs=options.max_num_seqs)
     if options.flops_ratio is None and options.bandwidth_ratio is None:
         return costs
     return costs.on_other_gpu(

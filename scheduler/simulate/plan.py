@@ -184,7 +184,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _question(load: LoadOptions, costs: FleetCosts, slo: Slo, options: argparse.Namespace) -> Question:
-    costs.check(max_num_seqs=options.max_num_seqs)
     return Question(
         arrivals=tuple(load.arrivals()),
         costs=costs,

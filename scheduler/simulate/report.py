@@ -57,6 +57,10 @@ def summarize(
         },
         "prefill_utilisation": _rate(c.prefill_busy_s, seconds * settings.prefill_workers),
         "decode_utilisation": _rate(c.decode_busy_s, seconds * settings.decode_workers),
+        "queue_over_time": {
+            "bin_s": c.queue_over_time.width_s,
+            "most_waiting": [int(most) for _, most in c.queue_over_time.points()],
+        },
         "requeues": dict(sorted(c.requeues.items())),
         "worker_deaths": c.num_deaths,
         "gpus": settings.num_gpus,

@@ -38,9 +38,12 @@ class _Format:
     seconds: Callable[[str], float]
 
 
+_YEAR = datetime(2023, 1, 1)
+
+
 def _azure_seconds(text: str) -> float:
     # Seven decimals; datetime knows six.
-    return (datetime.fromisoformat(text[:26]) - datetime(2023, 1, 1)).total_seconds()
+    return (datetime.fromisoformat(text[:26]) - _YEAR).total_seconds()
 
 
 TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -83,12 +86,11 @@ def read_trace(path: Path) -> Iterator[Arrival]:
                         f"{path}, line {line}: times must not go back, got {time_s - start:g} s after {last:g} s"
                     )
                 last = time_s - start
-                for name, value, least in (("prompt", num_prompt, 1), ("answer", num_output, 0)):
-                    if value < least:
-                        raise ConfigError(
-                            f"{path}, line {line}: {name} tokens must be >= {least}, got {value}"
-                        )
-                yield Arrival(last, num_prompt, max(1, num_output))
+                if num_prompt < 1:
+                    raise ConfigError(f"{path}, line {line}: prompt tokens must be >= 1, got {num_prompt}")
+                if num_output < 0:
+                    raise ConfigError(f"{path}, line {line}: answer tokens must be >= 0, got {num_output}")
+                yield Arrival(last, num_prompt, num_output or 1)
             if start is None:
                 raise ConfigError(f"trace {path} holds no request")
     except (OSError, UnicodeDecodeError, EOFError) as error:

@@ -24,6 +24,8 @@ class Watcher:
         self.live: dict[str, RequestTimes] = {}
         self.token_at = 0.0
         """When clients have the tokens that are being reported."""
+        self.steps = collector.steps
+        """See `DecodeSink`."""
         self._collector = collector
         self._out_s = out_s
 
@@ -50,10 +52,6 @@ class Watcher:
         times = self.live.get(request_id)
         if times is not None:
             times.last_token_s = last_token_at + self._out_s
-
-    def steps(self, num_steps: int, num_sequences: int, first_s: float, last_s: float, now: float) -> None:
-        """See `DecodeSink`."""
-        self._collector.steps(num_steps, num_sequences, first_s, last_s, now)
 
     def batch_formed(self, batch: PrefillBatch, worker: str, formed: FormedBatch) -> None:
         """See `Observer`."""
@@ -82,7 +80,7 @@ class Watcher:
         """No pages travel."""
 
     def stepped(self, report: StepReport) -> None:
-        """`steps` knows each step."""
+        """The decode workers tell the collector of each step."""
 
     def refused(self, what: str) -> None:
         """What comes of it is counted as `requeued`."""

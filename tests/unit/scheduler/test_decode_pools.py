@@ -81,6 +81,22 @@ def test_a_sequence_begins_small_and_is_granted_pages_long_before_it_needs_them(
     assert sequences.pool.ledger.free_pages == 0
 
 
+def test_while_half_of_the_pool_is_free_four_pages_are_granted_at_once() -> None:
+    sequences = Sequences()
+    ref = sequences.begin(num_prompt=1, max_tokens=44)
+    granted = [sequences.pages[ref]]
+    for _ in range(43):
+        sequences.step(ref)
+        if sequences.pages[ref] != granted[-1]:
+            granted.append(sequences.pages[ref])
+    assert granted == [5, 9, 10, 11, 12]
+    short = Sequences()
+    ref = short.begin(num_prompt=1, max_tokens=24)
+    while short.tokens[ref] < 25:
+        short.step(ref)
+    assert short.pages[ref] == 7, "no more than it can ever fill"
+
+
 def test_the_younger_leaves_when_a_page_is_needed_now_and_not_before() -> None:
     sequences = Sequences()
     older, younger = (sequences.begin(num_prompt=4, max_tokens=44) for _ in range(2))

@@ -60,6 +60,7 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     num_tokens = (figures["prompt_tokens_per_s"] + figures["output_tokens_per_s"]) * figures["seconds"]
     cost = 2 * 3.6 * figures["seconds"] / 3600
     assert figures["cost_per_million_tokens"] == pytest.approx(1e6 * cost / num_tokens, rel=1e-4)
+    assert max(figures["queue_over_time"]["most_waiting"]) > 0
     sizes = figures["batches"]["by_requests"]
     assert sum(int(size) * count for size, count in sizes.items()) == 300
 
@@ -100,11 +101,13 @@ def test_a_wrong_setting_is_one_line(
     ("changes", "message"),
     [
         ({"format": "other"}, "must be a JSON object of format purefill-fleet-costs-1"),
-        ({"speed": 3}, "holds an unknown field speed"),
+        ({"speed": 3}, "cost model holds an unknown field speed"),
         ({"page_size": None}, "lacks the field page_size"),
         ({"prefill_seconds": {}}, "prefill_seconds of cost model m must hold at least one bucket"),
         ({"prefill_seconds": {"16x8": -1}}, "by buckets such as 512x8, got 16x8: -1"),
         ({"decode_seconds": {"many": 1}}, "got many: 1"),
+        ({"decode_seconds": [1]}, "decode_seconds must be a JSON object"),
+        ({"decode_seconds": {"8": 0.1}}, "decode_seconds of cost model m must have a bucket of 64"),
         ({"num_pages": 0}, "num_pages of cost model m must be a number >= 1, got 0"),
     ],
 )
@@ -116,7 +119,30 @@ def test_a_wrong_cost_model_is_refused(
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data))
     assert main(["simulate", "--trace", LOAD, "--cost-model", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("speed", {"speed": 3}),
+        ("decode_seconds", {"decode_seconds": {"8": 0.1}}),
+        ("decode_seconds", {"decode_seconds": [1]}),
+        ("16x8", {"prefill_seconds": {"8x8": 0.1, "16x8": -1}}),
+        ("num_pages", {"num_pages": 0}),
+    ],
+)
+def test_what_is_wrong_with_a_cost_model_is_said_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, changes: dict[str, object]
+) -> None:
+    good = json.loads(shipped_costs()["h200-qwen3-8b"].read_text())
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**good, **changes}, indent=1))
+    (number,) = [i for i, line in enumerate(path.read_text().splitlines(), 1) if f'"{key}"' in line][:1]
+    assert main(["simulate", "--trace", LOAD, "--cost-model", str(path)]) == 2
+    assert f"costs.json, line {number}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["h200-qwen3-0.6b", "h200-qwen3-8b"])
@@ -133,7 +159,7 @@ def test_another_gpu_is_marked_as_extrapolated_and_bound_by_bandwidth_where_this
     assert "not measured" in other.sources["prefill_seconds"]
     assert other.prefill_seconds["8192x8"] == pytest.approx(this.prefill_seconds["8192x8"] / 10)
     assert other.prefill_seconds["16x8"] == pytest.approx(this.prefill_seconds["16x8"] * 2)
-    assert other.step(8) == pytest.approx(2 * this.step(8))
+    assert other.step_seconds[8] == pytest.approx(2 * this.step_seconds[8])
 
 
 def test_a_plan_holds_the_slo_in_the_simulator_and_one_worker_less_does_not(
@@ -157,6 +183,15 @@ def test_a_plan_holds_the_slo_in_the_simulator_and_one_worker_less_does_not(
     for kind in ("prefill_workers", "decode_workers"):
         if serve[kind] > 1:
             assert good_share(**{kind: serve[kind] - 1}) < 0.99
+
+
+def test_a_plan_is_the_same_on_any_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--trace", LOAD, "--slo", "ttft=300ms", "--requests", "40", "--max-gpus", "4"]
+    printed = []
+    for num_processes in ("1", "3"):
+        assert main([*asked, "--processes", num_processes]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
 
 
 def test_a_plan_that_cannot_be_says_so(capsys: pytest.CaptureFixture[str]) -> None:

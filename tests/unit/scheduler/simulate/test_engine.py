@@ -87,6 +87,15 @@ def test_workers_that_die_lose_no_request_and_no_token() -> None:
     assert sum(t.last_token_s for t in ended) > sum(t.last_token_s for t in without)
 
 
+def test_while_the_only_worker_of_a_kind_is_away_requests_wait_for_it() -> None:
+    load = SyntheticLoad(kind="poisson", rate=10, requests=200, prompt=60, output=30)
+    settings = FleetSettings(failures=Failures(mtbf_s=4.0, repair_s=1.0))
+    ended, collector = run(load.arrivals(1), settings)
+    assert collector.num_deaths > 3
+    assert "unavailable" not in collector.outcomes
+    assert max((t.first_token_s or 0) - t.arrival_s for t in ended) > 0.5
+
+
 def test_what_does_not_fit_is_turned_away_as_in_the_service() -> None:
     arrivals = [Arrival(0.0, 3000, 5), *(Arrival(0.0, 10, 5) for _ in range(5))]
     _, collector = run(arrivals, FleetSettings(max_queued_requests=3))
@@ -104,10 +113,19 @@ def test_the_slo_counts_requests_that_keep_every_limit() -> None:
 def test_a_worker_beside_another_on_one_device_makes_both_slower() -> None:
     arrivals = [Arrival(0.0, 64, 100), Arrival(0.1, 500, 1)]
     alone, _ = run(arrivals)
-    beside, _ = run(arrivals, of=costs(shared_slowdown=2.0))
+    beside, _ = run(arrivals, of=costs(prefill_slowdown=2.0, decode_slowdown=2.0))
     assert beside[0].first_token_s == pytest.approx((alone[0].first_token_s or 0) + 0.05)
     # For 100 ms steps take 10 ms: ten steps are lost.
     assert beside[1].last_token_s == pytest.approx(alone[1].last_token_s + 0.05)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_a_batch_that_is_sent_ahead_begins_when_the_one_before_it_is_done(slowdown: float) -> None:
+    arrivals = [Arrival(0.0, 64, 1), Arrival(0.001, 64, 1), Arrival(0.002, 64, 1)]
+    shared = costs(prefill_slowdown=slowdown, decode_slowdown=slowdown, message_s=0.002)
+    ended, _ = run(arrivals, FleetSettings(max_batch_requests=1), of=shared)
+    # None of them decodes: the device is prefill's alone, without a gap.
+    assert [t.first_token_s for t in ended] == [pytest.approx(t) for t in (0.012, 0.022, 0.032)]
 
 
 def test_a_cost_model_without_a_bucket_for_all_sequences_is_refused() -> None:
