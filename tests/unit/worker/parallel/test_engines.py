@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scheduler.messages import Lease, PoolHandle, SamplingParams, WorkerConfig
-from tests.support.ranks import run_leader
+from tests.support.ranks import exits_of_followers, run_leader
 from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Pair, prompts_of
 from worker import startup
 from worker.engines import make_decode, make_pool, make_prefill
 from worker.model import Model
 from worker.parallel.group import ShardGroup
+from worker.parallel.link import MakePool, PrepareSteps
 
 PROMPTS = prompts_of(3, 30, 17, 50, 9)
 """The fourth is cut into chunks, and five do not fit into one pass."""
@@ -137,3 +139,18 @@ def test_groups_make_the_tokens_of_one_process(split: Split, folder: Path, alone
     assert made.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
     assert made.refused == alone.refused == ["stale_lease", None]
     assert made.num_bytes == alone.num_bytes > 0
+
+
+def die(group: ShardGroup, config: WorkerConfig) -> None:
+    """Leave the other rank alone in a step in which it waits for this one."""
+    startup.load(config, group)
+    assert group.leader is not None
+    group.leader.tell(MakePool(num_pages=4))
+    group.leader.replies()
+    group.leader.tell(PrepareSteps())
+    os._exit(1)
+
+
+def test_a_rank_ends_with_rank_0_whatever_it_waits_for(folder: Path) -> None:
+    (exit_code,) = exits_of_followers(die, worker_config(folder, 2))
+    assert exit_code is not None
