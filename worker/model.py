@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -31,9 +31,11 @@ from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
-from worker.parallel.group import ShardGroup
 from worker.parallel.plan import shard_layers
 from worker.parallel.weights import Checkpoint, Filler
+
+if TYPE_CHECKING:
+    from worker.parallel.group import ShardGroup
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
