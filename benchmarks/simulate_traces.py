@@ -71,6 +71,7 @@ def play(trace: Trace, policy: Policy, workers: int, num_requests: int) -> dict[
         batch_timeout_s=policy.timeout_s,
         max_queued_requests=100_000,
         max_queued_tokens=10**9,
+        prefix_cache=False,
     )
     return simulate(settings, read_costs("h200-qwen3-8b"), load, slo=Slo())[0]
 

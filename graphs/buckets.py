@@ -142,8 +142,12 @@ class Segment(NamedTuple):
     end: int
 
 
-def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> list[list[Segment]]:
+def plan_passes(
+    lengths: Sequence[int], *, max_tokens: int, max_slots: int, starts: Sequence[int] | None = None
+) -> list[list[Segment]]:
     """Cut a batch into passes that each fit the largest bucket, in order.
+
+    `starts`: for each item, how many of its first tokens need not be computed, if any need not.
 
     A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
     ones through their pages, so a prompt has at most one chunk in a pass.
@@ -151,7 +155,7 @@ def plan_passes(lengths: Sequence[int], *, max_tokens: int, max_slots: int) -> l
     passes: list[list[Segment]] = []
     room = 0
     for item, length in enumerate(lengths):
-        start = 0
+        start = starts[item] if starts else 0
         while start < length:
             size = min(length - start, max_tokens)
             if size > room or len(passes[-1]) == max_slots:

@@ -193,6 +193,10 @@ class Scheduler:
         self._pump()
         return reply
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached blocks of tokens; return how many they were."""
+        return self._core.reset_prefix_cache()
+
     async def load(self) -> ServiceLoad:
         """Return how much there is to do."""
         return ServiceLoad(

@@ -19,6 +19,7 @@ from scheduler.messages import (
     TokenEvent,
 )
 from scheduler.prefill_workers import PrefillWorkers
+from scheduler.prefix.waiting import ComputedBlocks
 
 _MAX_LOSSES = 2
 """So many deaths of workers in a row make a request that was computed each time the suspect."""
@@ -44,6 +45,10 @@ class RequestBook:
     ) -> None:
         self.entries: dict[str, LiveRequest] = {}
         """By request id."""
+        self.computed = ComputedBlocks()
+        """What prefills under way compute."""
+        self.computes_from_cache = True
+        """Whether prefill workers need not compute what is cached, as far as they have shown."""
         self._former = former
         self._drain = drain
         self._prefill = prefill
@@ -59,14 +64,19 @@ class RequestBook:
     def enqueue(self, entry: LiveRequest, now: float, *, front: bool = False) -> None:
         """Put a request into the queue, before or behind those that have not begun yet."""
         request, entry.queued_at = entry.request, now
+        num_cached = 0
+        entry.count_usable_blocks()
+        if entry.chain is not None and self.computes_from_cache:
+            num_cached = self._pools.num_cached_tokens(entry.chain.digests, entry.num_usable_blocks)
         queued = QueuedRequest(
             request_id=request.request_id,
-            num_tokens=request.num_prefill_tokens,
+            num_tokens=request.num_prefill_tokens - num_cached,
             num_pages=num_start_pages(request, self._pools.page_size),
             arrival_time=entry.arrival_time,
             priority=request.priority,
             deadline=None if request.ttft_slo_s is None else entry.arrival_time + request.ttft_slo_s,
             tenant=request.tenant,
+            may_be_cached=entry.chain is not None,
         )
         if entry.is_alone:
             self._alone[request.request_id] = queued
@@ -110,15 +120,27 @@ class RequestBook:
             self._drain.left(0, 0, now, is_empty=True)
 
     def prefilled(
-        self, item: PrefillItem, outcome: PrefillOutcome, now: float, *, handoff_s: float = 0.0
+        self,
+        item: PrefillItem,
+        outcome: PrefillOutcome,
+        now: float,
+        *,
+        handoff_s: float = 0.0,
+        arrived: bool = True,
     ) -> None:
-        """Go on with one request whose prefill is back: decode, wait again, or end."""
+        """Go on with one request whose prefill is back: decode, wait again, or end.
+
+        `arrived`: whether its pages hold what they should, unless the outcome is an error.
+        """
         entry = self.entries[outcome.request_id]
+        self.computed.end(outcome.request_id)
         has_ended = outcome.finish_reason is not None and entry.resume_at is None
         if outcome.error_label is not None and not entry.cancelled and not has_ended:
             self._not_prefilled(entry, outcome.error_label, outcome.error_message or "", now)
             return
         pool = self._pools.holding(item.lease, entry.ref)
+        if pool is not None and arrived and outcome.error_label is None:
+            self._share(entry, pool)
         if entry.cancelled or has_ended:
             self.release(entry)
             self.end(entry, outcome.finish_reason or "cancelled", now)
@@ -142,15 +164,26 @@ class RequestBook:
                 )
             )
 
+    @staticmethod
+    def _share(entry: LiveRequest, pool: DecodePool) -> None:
+        """Let others use the KV of a sequence's complete blocks: of all its tokens but the newest."""
+        chain, num_tokens = entry.chain, entry.num_tokens - 1
+        if chain is not None:
+            chain.follow(entry.request.prompt_token_ids, entry.output_token_ids, num_tokens)
+            pool.ledger.complete(entry.ref, chain.digests[: chain.num_blocks(num_tokens)])
+
     def _not_prefilled(self, entry: LiveRequest, label: str, message: str, now: float) -> None:
         """Compute a request again whose pages do not hold what they should; fail it if it cannot be computed."""
-        is_pool_gone = entry.lease is None or self._pools.holding(entry.lease, entry.ref) is None
+        assert entry.lease is not None
+        pool = self._pools.holding(entry.lease, entry.ref)
+        if pool is not None and label == StaleLeaseError.label:
+            pool.ledger.forget(entry.ref)
         self.release(entry)
         if label == StaleLeaseError.label:
             self._observer.refused("write")
             self.requeue(entry, "stale_lease", now)
         elif label == HandoffError.label:
-            entry.num_failed_handoffs += not is_pool_gone
+            entry.num_failed_handoffs += pool is not None
             if entry.num_failed_handoffs >= _MAX_FAILED_HANDOFFS:
                 again = f"{message}; so ended {entry.num_failed_handoffs} attempts to compute the request"
                 self.fail(entry, WorkerFailedError.label, again, now)
@@ -166,6 +199,8 @@ class RequestBook:
             assert event.index == len(entry.output_token_ids), (event, len(entry.output_token_ids))
             entry.output_token_ids.append(event.token_id)
             pool.advance(entry.ref, entry.num_tokens)
+            if entry.chain is not None and entry.num_tokens > entry.chain.next_end:
+                self._share(entry, pool)
             if entry.num_losses and event.index > len(entry.request.output_token_ids) + _PROVEN_TOKENS:
                 entry.num_losses, entry.is_alone = 0, False
         outcome = event.error_label or event.finish_reason
@@ -177,12 +212,16 @@ class RequestBook:
         """Take in tokens that a decode worker made before those of which it reports now."""
         entry.output_token_ids += earlier.token_ids
         pool.advance(earlier.ref, entry.num_tokens)
+        if entry.chain is not None and entry.num_tokens > entry.chain.next_end:
+            self._share(entry, pool)
 
     def released(self, pool: DecodePool, ref: SequenceRef, now: float) -> None:
         """A decode worker touches a sequence's pages no more. If it has not ended, it waits again."""
+        entry = self.entries.get(ref.request_id)
+        if ref in pool and entry is not None and entry.holds(ref.epoch) and entry.requeue_reason is None:
+            pool.ledger.forget(ref)
         if not pool.release(ref):
             return
-        entry = self.entries.get(ref.request_id)
         if entry is not None and entry.holds(ref.epoch):
             if entry.requeue_reason is None:
                 self._observer.refused("read")
@@ -232,6 +271,7 @@ class RequestBook:
         """
         suspects = [entry for entry in entries if entry.num_losses]
         for entry in entries:
+            self.computed.end(entry.request.request_id)
             entry.num_losses += 1
             if entry.cancelled:
                 self.end(entry, "cancelled", now)
@@ -247,6 +287,7 @@ class RequestBook:
     def give_up(self, item: PrefillItem, now: float) -> None:
         """Go on with a request whose pages a prefill worker was sending when it died."""
         entry = self.entries[item.request.request_id]
+        self.computed.end(item.request.request_id)
         self.release(entry)
         if entry.cancelled:
             self.end(entry, "cancelled", now)

@@ -156,6 +156,9 @@ class ServeConfig(BaseModel):
         description="memory for KV pages of each decode worker, such as 4GiB; unset: at most 1GiB on a CPU, what is "
         "free on a GPU",
     )
+    prefix_cache: bool = Field(
+        True, description="keep the KV of prompts and answers for requests that begin alike"
+    )
     handoff_transport: Literal["auto", "shm", "cuda_ipc", "gloo", "nccl"] = Field(
         "auto",
         description="how KV pages reach decode workers; auto: shared memory on one host, messages between hosts",

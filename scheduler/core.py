@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from scheduler.actions import Action, Observer, Outbox, ReleaseWorker, SendPrefill
 from scheduler.admission import Admission, DrainRate
 from scheduler.batching.cost_model import seconds_by_tokens
-from scheduler.batching.former import BatchFormer, FormedBatch
+from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
 from scheduler.book import RequestBook
 from scheduler.decode_pools import DecodePool, DecodePools
 from scheduler.errors import RequestCancelledError
@@ -33,6 +33,8 @@ from scheduler.messages import (
 )
 from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
+from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
+from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +52,28 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, former: BatchFormer, limits: QueueLimits, observer: Observer, *, first_epoch: int = 1
+        self,
+        former: BatchFormer,
+        limits: QueueLimits,
+        observer: Observer,
+        *,
+        first_epoch: int = 1,
+        block_tokens: int = BLOCK_TOKENS,
+        min_shared_tokens: int = MIN_SHARED_TOKENS,
     ) -> None:
-        """Leases count from `first_epoch`, which must be above those of any scheduler before this one."""
+        """Leases count from `first_epoch`, which must be above those of any scheduler before this one.
+
+        `block_tokens` are those of a block of the prefix cache, and of the digests in `Request.prefix`. A request waits
+        for one under way with which it shares `min_shared_tokens` or more that are not cached yet.
+        """
+        self._block_tokens = block_tokens
+        self._min_shared_blocks = -(-min_shared_tokens // block_tokens)
         self._former = former
         self._admission = Admission(max_requests=limits.max_requests, max_tokens=limits.max_tokens)
         self._drain = DrainRate()
         self._observer = observer
         self._prefill = PrefillWorkers()
-        self._pools = DecodePools(first_epoch)
+        self._pools = DecodePools(first_epoch, block_tokens=block_tokens)
         self._num_accepted = 0
         # No worker mistakes a batch for one of a scheduler before this one.
         self._num_batches = first_epoch - 1
@@ -231,6 +246,10 @@ class SchedulerCore:
             self.cancel(entry.request.request_id, now)
         return AbortReply(num_sequences=len(own), num_foreign=len(entries) - len(own))
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached blocks of tokens, and return how many they were. What runs is not disturbed."""
+        return sum(pool.ledger.reset_cache() for pool in self._pools)
+
     def queue_state(self, now: float) -> QueueState:
         """Return what waits, and how fast the queue drains."""
         return self._drain.state(self.num_waiting, self.num_waiting_tokens, now)
@@ -239,11 +258,14 @@ class SchedulerCore:
         """A prefill worker finished a batch, the only one that it had or the first of two."""
         self._observer.prefilled(result)
         batch = self._prefill.take_batch(result.worker, result.batch_id, now, result.seconds)
-        self._former.observe(_num_tokens(batch), result.seconds)
-        for outcome in result.outcomes:
+        self._former.observe(result.num_tokens, result.seconds)
+        for item, outcome in zip(batch.items, result.outcomes, strict=True):
             entry = self._book.entries[outcome.request_id]
             if outcome.token_id is not None:
                 entry.output_token_ids.append(outcome.token_id)
+                if item.lease.shared_epochs and not outcome.num_cached_tokens:
+                    # This worker does not see the pages: it sends what it computes there.
+                    self._book.computes_from_cache = False
         if result.handoff_pending:
             self._prefill.is_sending(batch, result)
             return
@@ -331,7 +353,7 @@ class SchedulerCore:
 
     def _form_batches(self, now: float) -> None:
         """Send the batches that are due, to idle workers or ahead to busy ones."""
-        while (room := self._prefill.room(now)) is not None and (pool := self._pools.choose()) is not None:
+        while (room := self._prefill.room(now)) is not None and (pool := self._choose_pool()) is not None:
             if self._room_since is None and room.is_idle:
                 self._room_since = now
             formed = self._former.form(
@@ -340,6 +362,7 @@ class SchedulerCore:
                 free_sequences=pool.free_sequences,
                 workers=room.workers,
                 only_full=room.only_full,
+                cache=self._view_of(pool),
             )
             if formed is None:
                 if not room.is_idle or self._former.wake_at() is None:
@@ -350,6 +373,27 @@ class SchedulerCore:
             self._room_since = None
         self._may_form = room is not None
         self._room_at = self._prefill.next_room_at(now)
+
+    def _choose_pool(self) -> DecodePool | None:
+        """Return the pool for the next batch, which begins with the first of the waiting requests."""
+        first = self._former.first()
+        entry = None if first is None else self._book.entries[first.request_id]
+        if entry is None or entry.chain is None or not self._book.computes_from_cache:
+            return self._pools.choose()
+        return self._pools.choose_for(entry.chain.digests, entry.num_usable_blocks, entry.request)
+
+    def _view_of(self, pool: DecodePool) -> PoolView | None:
+        """Return what is cached in a pool for those that wait; None if it makes no difference to them."""
+        if not self._book.computes_from_cache or not pool.ledger.is_caching:
+            return None
+        return PoolView(
+            pool,
+            self._pools,
+            self._book.entries,
+            self._book.computed,
+            block_tokens=self._block_tokens,
+            min_shared_blocks=self._min_shared_blocks,
+        )
 
     def _take_report(self, pool: DecodePool, report: StepReport, now: float) -> None:
         """Take in the tokens of a step, and the pages that it freed."""
@@ -384,6 +428,7 @@ class SchedulerCore:
             queued_at=now,
             age=self._num_accepted,
             output_token_ids=list(request.output_token_ids),
+            chain=BlockChain(request.prefix, self._block_tokens) if request.prefix else None,
         )
         self._book.entries[request.request_id] = entry
         return entry
@@ -397,7 +442,7 @@ class SchedulerCore:
         for computed in sending:
             for item, outcome in zip(computed.batch.items, computed.result.outcomes, strict=True):
                 if outcome.finish_reason is not None:
-                    self._book.prefilled(item, outcome, now)
+                    self._book.prefilled(item, outcome, now, arrived=False)
                 else:
                     self._book.give_up(item, now)
 
@@ -421,21 +466,12 @@ class SchedulerCore:
         return True
 
     def _dispatch(self, pool: DecodePool, formed: FormedBatch, now: float) -> None:
-        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)
-        items: list[PrefillItem] = []
-        for queued in formed.requests:
-            entry = self._book.entries[queued.request_id]
-            entry.state = RequestState.PREFILLING
-            entry.lease = pool.lease(entry.request, queued.num_pages, entry.age)
-            held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
-            held_s = now - held_since
-            waited_s = now - entry.queued_at
-            items.append(
-                PrefillItem(
-                    request=entry.request, lease=entry.lease, queued_s=waited_s - held_s, held_s=held_s
-                )
-            )
+        items = [self._lease(pool, queued, now) for queued in formed.requests]
         self._pools.changed(pool)
+        if self._book.computes_from_cache:
+            # What was cached when the batch was formed may have been evicted for its own pages.
+            formed = formed.computing([self._num_computed(item) for item in items])
+        self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)
         self._num_batches += 1
         batch = PrefillBatch(batch_id=self._num_batches, decode_worker=pool.name, items=tuple(items))
         expected_s = self._former.expected_seconds(formed.num_tokens)
@@ -444,13 +480,29 @@ class SchedulerCore:
         self._outbox.prefills.append(SendPrefill(worker=worker, batch=batch))
         self._observer.batch_formed(batch, worker, formed)
 
+    def _lease(self, pool: DecodePool, queued: QueuedRequest, now: float) -> PrefillItem:
+        """Give a request that leaves the queue its pages."""
+        entry = self._book.entries[queued.request_id]
+        entry.state = RequestState.PREFILLING
+        digests = None if entry.chain is None else entry.chain.digests
+        entry.lease = pool.lease(entry.request, queued.num_pages, entry.age, digests, entry.num_usable_blocks)
+        if digests is not None:
+            num_cached = len(entry.lease.shared_epochs) * self._pools.page_size // self._block_tokens
+            self._book.computed.begin(queued.request_id, digests[num_cached:])
+        held_since = now if self._room_since is None else max(entry.queued_at, self._room_since)
+        held_s = now - held_since
+        waited_s = now - entry.queued_at
+        return PrefillItem(
+            request=entry.request, lease=entry.lease, queued_s=waited_s - held_s, held_s=held_s
+        )
+
+    def _num_computed(self, item: PrefillItem) -> int:
+        num_cached = len(item.lease.shared_epochs) * self._pools.page_size
+        return item.request.num_prefill_tokens - num_cached
+
     def _let_leave(self, now: float) -> None:
         """Forget the workers that were to leave and have nothing left."""
         names = self._prefill.remove_drained() + self._pools.remove_drained()
         if names:
             self._outbox.leavers += [ReleaseWorker(worker=name) for name in names]
             self._book.fail_what_fits_nowhere(now)
-
-
-def _num_tokens(batch: PrefillBatch) -> int:
-    return sum(item.request.num_prefill_tokens for item in batch.items)

@@ -8,7 +8,7 @@ unless it has outgrown its pool, so it always comes to its end, then the next ol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from scheduler.errors import ConfigError
 from scheduler.messages import DecodeWorkerInfo, Lease, PageGrant, Request, SequenceRef, StepReport
 from scheduler.pages import PageLedger, epochs
 from scheduler.placement import DecodePlacement
+from scheduler.prefix.hashing import BLOCK_TOKENS
+from scheduler.prefix.index import Holders
 
 _GROW_AHEAD_TOKENS = 16
 """A sequence has room for so many tokens more, where pages are free: a grant is there before it is needed."""
@@ -58,8 +60,16 @@ class Balance(NamedTuple):
 class DecodePool:
     """Owns the leases on one decode worker's pages, and knows how far each sequence has come."""
 
-    def __init__(self, info: DecodeWorkerInfo, epoch_source: Iterator[int]) -> None:
-        self.ledger = PageLedger(info, epoch_source)
+    def __init__(
+        self,
+        info: DecodeWorkerInfo,
+        epoch_source: Iterator[int],
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        holders: Holders | None = None,
+    ) -> None:
+        """`block_tokens` are those of a block of the prefix cache; `holders` knows those of all pools."""
+        self.ledger = PageLedger(info, epoch_source, block_tokens=block_tokens, holders=holders)
         self.is_draining = False
         """Whether it takes no new sequences."""
         self._tenants: dict[int, _Tenant] = {}
@@ -120,9 +130,16 @@ class DecodePool:
             self._next_report += 1
             yield following
 
-    def lease(self, request: Request, num_pages: int, age: int) -> Lease:
-        """Lease pages to a request that is to be prefilled."""
-        lease = self.ledger.lease(num_pages)
+    def lease(
+        self,
+        request: Request,
+        num_pages: int,
+        age: int,
+        digests: Sequence[bytes] | None = None,
+        num_blocks: int = 0,
+    ) -> Lease:
+        """Lease pages to a request that is to be prefilled, and cached blocks as `PageLedger.lease` says."""
+        lease = self.ledger.lease(num_pages, digests, num_blocks)
         tenant = _Tenant(
             ref=SequenceRef(request_id=request.request_id, epoch=lease.epoch),
             age=age,
@@ -171,7 +188,9 @@ class DecodePool:
 
     def _preempt(self) -> list[SequenceRef]:
         """Return those that must leave so that each sequence at the end of its pages gets another."""
-        coming = self.ledger.free_pages + sum(t.num_pages for t in self._tenants.values() if t.leaving)
+        leaving = {epoch: t.num_pages for epoch, t in self._tenants.items() if t.leaving}
+        free = self.ledger.free_pages
+        coming = free + self.ledger.cache.num_pages_back(leaving)
         needed = {epoch: self._wanted(t, _PREEMPT_AHEAD_TOKENS) for epoch, t in self._short.items()}
         preempted: list[SequenceRef] = []
         by_age = sorted((t for t in self._tenants.values() if not t.leaving), key=lambda tenant: tenant.age)
@@ -181,7 +200,8 @@ class DecodePool:
                 break
             youngest = by_age.pop()
             needed.pop(youngest.ref.epoch, None)
-            coming += youngest.num_pages
+            leaving[youngest.ref.epoch] = youngest.num_pages
+            coming = free + self.ledger.cache.num_pages_back(leaving)
             preempted.append(youngest.ref)
             self.leave(youngest.ref)
         return preempted
@@ -215,8 +235,11 @@ class DecodePool:
 class DecodePools:
     """Owns the pools of all decode workers, and chooses the one for the next batch."""
 
-    def __init__(self, first_epoch: int = 1) -> None:
+    def __init__(self, first_epoch: int = 1, *, block_tokens: int = BLOCK_TOKENS) -> None:
+        """`block_tokens` are those of a block of the prefix cache."""
         self._epochs = epochs(first_epoch)
+        self._block_tokens = block_tokens
+        self._holders = Holders()
         self._pools: dict[str, DecodePool] = {}
         self._away: dict[str, int] = {}
         self._page_size = 0
@@ -258,7 +281,9 @@ class DecodePools:
             )
         self._page_size = info.pool.page_size
         self._away.pop(info.name, None)
-        self._pools[info.name] = DecodePool(info, self._epochs)
+        self._pools[info.name] = DecodePool(
+            info, self._epochs, block_tokens=self._block_tokens, holders=self._holders
+        )
         self._draining.pop(info.name, None)
         self._max_total_tokens = None
         self.changed(self._pools[info.name])
@@ -290,8 +315,8 @@ class DecodePools:
         self.changed(pool)
 
     def remove(self, name: str) -> None:
-        """Forget a pool and all leases on it."""
-        del self._pools[name]
+        """Forget a pool, all leases on it, and all that is cached there."""
+        self._pools.pop(name).ledger.reset_cache()
         self._unbalanced.pop(name, None)
         self._misplaced.pop(name, None)
         self._draining.pop(name, None)
@@ -329,6 +354,57 @@ class DecodePools:
             balance = pool.balance()
             self._misplaced[name] = pool
             yield name, balance
+
+    def num_cached_tokens(self, digests: Sequence[bytes], num_blocks: int) -> int:
+        """Return how many tokens of a sequence's first blocks are cached in the pool that has most of them."""
+        if not num_blocks:
+            return 0
+        caches = (self._pools[name].ledger.cache for name in self._holders.of(digests[0]))
+        return self._block_tokens * max((c.match(digests, num_blocks).num_blocks for c in caches), default=0)
+
+    def choose_for(self, digests: Sequence[bytes], num_blocks: int, request: Request) -> DecodePool | None:
+        """Return the pool for a batch that begins with a request, whose first blocks have these digests.
+
+        What is cached weighs against load: a pool in which a share x of the request's tokens is cached may have fewer
+        pages free than the emptiest, by a share of its pages less than x. The request fits there, if it fits anywhere.
+        """
+        emptiest = self.choose()
+        if emptiest is None or not num_blocks or len(self._pools) == 1:
+            return emptiest
+        num_pages = num_start_pages(request, self.page_size)
+        best, best_score = emptiest, self._score(emptiest, emptiest, digests, num_blocks, request)
+        for name in self._holders.of(digests[0]):
+            pool = self._pools[name]
+            if pool.free_sequences > 0 and pool.free_pages >= num_pages:
+                score = self._score(pool, emptiest, digests, num_blocks, request)
+                if score > best_score:
+                    best, best_score = pool, score
+        return best
+
+    def belongs_elsewhere(
+        self, pool: DecodePool, digests: Sequence[bytes], num_blocks: int, request: Request
+    ) -> bool:
+        """Return whether a request has so much cached in another pool that it should wait for a batch for that one."""
+        if not num_blocks or len(self._pools) == 1 or self._holders.of(digests[0]) in ((), (pool.name,)):
+            return False
+        chosen = self.choose_for(digests, num_blocks, request)
+        if chosen is None or chosen is pool:
+            return False
+        here, there = (p.ledger.cache.match(digests, num_blocks).num_blocks for p in (pool, chosen))
+        return there > here
+
+    def _score(
+        self,
+        pool: DecodePool,
+        emptiest: DecodePool,
+        digests: Sequence[bytes],
+        num_blocks: int,
+        request: Request,
+    ) -> float:
+        """Return the share of a request's tokens that is cached in a pool, less the share of its pages it lacks."""
+        num_cached = pool.ledger.cache.match(digests, num_blocks).num_blocks * self._block_tokens
+        lacking = max(0, emptiest.free_pages - pool.free_pages)
+        return num_cached / request.num_prefill_tokens - lacking / pool.ledger.num_pages
 
     def choose(self) -> DecodePool | None:
         """Return the pool for the next batch: the one with the most pages for new sequences."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.actions import RequeueReason
 from scheduler.messages import Lease, Request, SequenceRef
+from scheduler.prefix.hashing import BlockChain
 
 
 class RequestState(enum.Enum):
@@ -45,6 +46,10 @@ class LiveRequest:
     """Times that its pages did not reach their decode worker."""
     resume_at: int | None = None
     """How many of its tokens it keeps when it waits again; None: all."""
+    chain: BlockChain | None = None
+    """The digests of its blocks of tokens; None if they are not to be cached."""
+    num_usable_blocks: int = 0
+    """How many of them may come from the cache, as of when it was last queued."""
     _ref: SequenceRef | None = None
 
     @property
@@ -64,11 +69,19 @@ class LiveRequest:
         """Whether it has the lease of this epoch."""
         return self.lease is not None and self.lease.epoch == epoch
 
+    def count_usable_blocks(self) -> None:
+        """See how many of its first blocks may come from the cache: at least its last token must be computed."""
+        self.num_usable_blocks = 0
+        if self.chain is not None and not self.request.reports_prompt:
+            self.num_usable_blocks = self.chain.num_blocks(self.request.num_prefill_tokens - 1)
+
     def wait_again(self) -> None:
         """Go back to the start, with the tokens that it has, or with as many as it is to keep."""
         if self.resume_at is not None:
             del self.output_token_ids[self.resume_at :]
             self.resume_at = None
+            if self.chain is not None:
+                self.chain.cut(self.num_tokens)
         self.request = replace(self.request, output_token_ids=tuple(self.output_token_ids))
         self.state = RequestState.WAITING
         self.lease = None

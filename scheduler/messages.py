@@ -99,6 +99,14 @@ class Request:
     """Whose request it is, for fairness: a digest of the API key, a slash, and the `user` field."""
     completion_id: str = ""
     """What the client knows it by: the sequences of one completion share it."""
+    prefix: bytes = b""
+    """Digests of the prompt's complete blocks of tokens, and before them that of the model and the `cache_salt`
+    (`scheduler.prefix.hashing`). Empty: it neither uses cached KV nor leaves any."""
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether its prefill reports the prompt's tokens, for which it must compute all of them."""
+        return self.sampling.prompt_logprobs and not self.output_token_ids
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -243,6 +251,14 @@ class Lease:
     decode_worker: str
     epoch: int
     page_ids: tuple[int, ...]
+    shared_epochs: tuple[int, ...] = ()
+    """The first so many pages hold cached KV that others may use too, each written under its epoch here. They are
+    read only."""
+
+    @property
+    def own_page_ids(self) -> tuple[int, ...]:
+        """The pages that are written under this lease."""
+        return self.page_ids[len(self.shared_epochs) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +300,8 @@ class PrefillOutcome:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One entry a prompt token; None for the first, which nothing predicts."""
+    num_cached_tokens: int = 0
+    """Tokens whose KV was in the pages already, so that they were not computed."""
     error_label: str | None = None
     error_message: str | None = None
 
@@ -333,6 +351,8 @@ class PrefillResult:
     """What became of the pages, if that is known already."""
     handoff_pending: bool = False
     """The pages are still on their way: the worker says later what became of them."""
+    num_query_tokens: int = 0
+    """Tokens of the items that may use cached KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +410,8 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """With the first token only; one entry a prompt token, None for the first."""
+    num_cached_tokens: int = 0
+    """With the first token of each prefill: tokens whose KV was cached."""
     error_label: str | None = None
     error_message: str | None = None
     timing: Timing | None = None

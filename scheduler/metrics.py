@@ -53,6 +53,8 @@ class SchedulerMetrics:
         self._heard_at: dict[str, float] = {}
         """By ApiServer."""
         self._classes = {"0", "returned"}
+        self._evicted: dict[str, int] = {}
+        """Pages that had been evicted at each decode worker at the last look."""
         registry.declare(*[x for x in CATALOGUE if x.kind != "gauge" and not x.labels])
         for reason in get_args(DispatchReason):
             registry.declare(
@@ -74,12 +76,15 @@ class SchedulerMetrics:
         # What a worker that is gone had says nothing any more.
         registry.clear(m.KV_PAGES)
         registry.clear(m.KV_LEASES)
+        registry.clear(m.PREFIX_PAGES)
         for pool in core.pools:
             ledger, worker = pool.ledger, ("decode", pool.name)
             registry.set(m.KV_PAGES, ledger.num_pages - ledger.free_pages, *worker, "used")
             registry.set(m.KV_PAGES, ledger.free_pages - pool.free_pages, *worker, "reserved")
             registry.set(m.KV_PAGES, pool.free_pages, *worker, "free")
             registry.set(m.KV_LEASES, ledger.num_leases, *worker)
+            registry.set(m.PREFIX_PAGES, ledger.cache.num_pages, *worker)
+            self._count_evicted(pool.name, ledger.cache.num_evicted_pages)
         states = self.states(core)
         for metric in (m.START_TIME, m.PREFILL_UTILISATION, m.PEAK_FLOPS):
             for kind, name in registry.values(metric):
@@ -202,6 +207,17 @@ class SchedulerMetrics:
             outcome,
             seconds,
         )
+
+    def _count_evicted(self, worker: str, num_pages: int) -> None:
+        """Count what was evicted since the last look; a worker that came back begins at 0."""
+        known = self._evicted.get(worker, 0)
+        self._registry.inc(
+            m.PREFIX_EVICTED_PAGES,
+            "decode",
+            worker,
+            by=num_pages - known if num_pages >= known else num_pages,
+        )
+        self._evicted[worker] = num_pages
 
     def _set_queue(self, core: SchedulerCore) -> None:
         requests, tokens = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)

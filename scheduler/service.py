@@ -91,7 +91,7 @@ def run_service(config: ServeConfig) -> int:
                 folder = resolve_model(config.model, load_format=config.load_format, progress=_say)
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
-                        _write_cost_model(Path(config.write_cost_model), service, config)
+                        _write_cost_model(Path(config.write_cost_model), config, service)
                     _print_summary(config, folder, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
@@ -123,7 +123,7 @@ def _check_files(config: ServeConfig) -> None:
             ) from error
 
 
-def _write_cost_model(path: Path, service: RunningService, config: ServeConfig) -> None:
+def _write_cost_model(path: Path, config: ServeConfig, service: RunningService) -> None:
     decode, prefill = service.decode[0], service.prefill[0]
     ranks = config.num_ranks
     num_ranks = len(service.decode) * ranks["decode"] + len(service.prefill) * ranks["prefill"]
@@ -425,6 +425,7 @@ def _api_config(
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origin,
             log_prompts=config.log_prompts,
+            prefix_cache=config.prefix_cache,
             serves_metrics=config.metrics_port is None,
         ),
         connections=ConnectionLimits(

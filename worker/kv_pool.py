@@ -210,20 +210,25 @@ class KVPool:
         return self._offsets[index]
 
     def claim(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
-        """Mark the pages of leases as written under their epochs.
+        """Mark the own pages of leases as written under their epochs.
 
-        Returns the errors of the leases that are refused, by place: of those a page has a newer epoch already.
+        Returns the errors of the leases that are refused, by place: of those an own page has a newer epoch already, or
+        a shared one was written since under another epoch than the one that the lease names.
         """
         refused: dict[int, StaleLeaseError] = {}
         with self._lock:
             for i, lease in enumerate(leases):
-                newest = max(map(self._epoch_of, lease.page_ids), default=0)
+                own = lease.own_page_ids
+                newest = max(map(self._epoch_of, own), default=0)
                 if newest > lease.epoch:
                     refused[i] = StaleLeaseError(
                         f"pages are leased under epoch {newest}, refused epoch {lease.epoch}"
                     )
                     continue
-                for page in lease.page_ids:
+                if not self._holds_shared(lease):
+                    refused[i] = _shared_error(lease)
+                    continue
+                for page in own:
                     self._epoch_view[page] = lease.epoch
         return refused
 
@@ -233,12 +238,20 @@ class KVPool:
             np.maximum(self._epochs, epoch, out=self._epochs)
 
     def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
-        """Return the errors of leases, by place, of which a page was not last claimed under exactly their epoch."""
-        return {
-            i: StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
-            for i, lease in enumerate(leases)
-            if any(self._epoch_of(page) != lease.epoch for page in lease.page_ids)
-        }
+        """Return the errors of leases, by place, of which an own page was not last claimed under exactly their epoch,
+        or a shared one not under the epoch that the lease names for it."""
+        refused: dict[int, StaleLeaseError] = {}
+        for i, lease in enumerate(leases):
+            if any(self._epoch_of(page) != lease.epoch for page in lease.own_page_ids):
+                refused[i] = StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
+            elif not self._holds_shared(lease):
+                refused[i] = _shared_error(lease)
+        return refused
+
+    def _holds_shared(self, lease: Lease) -> bool:
+        """Whether the shared pages of a lease were last written under the epochs that it names."""
+        epochs = lease.shared_epochs
+        return not epochs or tuple(map(self._epoch_of, lease.page_ids[: len(epochs)])) == epochs
 
     def read_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
         """Copy pages into one dimension: layer by layer, keys then values, page by page."""
@@ -273,6 +286,10 @@ class KVPool:
                 end = start + num_pages * pages.shape[1]
                 yield pages, content[start:end].view(num_pages, -1)
                 start = end
+
+
+def _shared_error(lease: Lease) -> StaleLeaseError:
+    return StaleLeaseError(f"cached pages have a newer owner, refused epoch {lease.epoch}")
 
 
 def _num_elements(spec: KVSpec, *, num_pages: int, page_size: int) -> int:

@@ -188,8 +188,8 @@ class ModelRunner:
             else ShapingBuffers(
                 max_slots=max_slots,
                 vocab_size=vocab_size,
-                # All tokens of a history have KV in the pool, and no two sequences share a page.
-                history_tokens=min(max_slots * self._pages_per_slot, pool.num_pages) * pool.page_size,
+                # Sequences may share pages, so that their histories are longer than the pool together.
+                history_tokens=max_slots * self._pages_per_slot * pool.page_size,
                 device=pool.device,
             ),
         )

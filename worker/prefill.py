@@ -282,15 +282,14 @@ class PrefillEngine:
         prompt_reports = {
             item.request.request_id: runner.report_prompt(item.request.prompt_token_ids, writing.page_ids[i])
             for i, item in enumerate(batch.items)
-            if i not in refused
-            and item.request.sampling.prompt_logprobs
-            and not item.request.output_token_ids
+            if i not in refused and item.request.reports_prompt
         }
         largest = runner.ladder.buckets[0]
         plan = plan_passes(
             [0 if i in refused else len(ids) for i, ids in enumerate(tokens)],
             max_tokens=largest.num_tokens,
             max_slots=largest.num_slots,
+            starts=writing.num_cached,
         )
         passes = [
             (

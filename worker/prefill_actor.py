@@ -207,6 +207,7 @@ class PrefillWorker:
                     finish_reason=outcome.finish_reason,
                     logprobs=outcome.logprobs,
                     prompt_logprobs=outcome.prompt_logprobs,
+                    num_cached_tokens=outcome.num_cached_tokens,
                     timing=Timing(queued_s=item.queued_s + waited_s, held_s=item.held_s, prefill_s=prefill_s),
                 ),
             )

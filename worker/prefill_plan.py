@@ -75,6 +75,7 @@ def merge_results(results: Sequence[PrefillResult]) -> PrefillResult:
         flops=sum(result.flops for result in results),
         handoff=merge_handoffs(known) if known else None,
         handoff_pending=any(result.handoff_pending for result in results),
+        num_query_tokens=sum(result.num_query_tokens for result in results),
     )
 
 

@@ -101,7 +101,14 @@ class SubmittedPrefill:
         return PrefillResult(
             batch_id=self.batch.batch_id,
             worker=self.worker,
-            outcomes=tuple(self._outcome(item.request, chosen, failed) for item in self.batch.items),
+            outcomes=tuple(
+                self._outcome(item.request, num_cached, chosen, failed)
+                for item, num_cached in zip(
+                    self.batch.items,
+                    self.writing.num_cached or [0] * len(self.batch.items),
+                    strict=True,
+                )
+            ),
             num_tokens=num_tokens,
             padding_tokens=padding,
             replays={} if self.eager_reason else dict(buckets),
@@ -110,6 +117,9 @@ class SubmittedPrefill:
             flops=self.cost.flops(segments for segments, _ in self.launched.passes),
             handoff=None if is_pending else arriving.result(),
             handoff_pending=is_pending,
+            num_query_tokens=sum(
+                item.request.num_prefill_tokens for item in self.batch.items if item.request.prefix
+            ),
         )
 
     def _take_passes(self, chosen: dict[str, PrefillOutcome], buckets: Counter[str]) -> tuple[int, int]:
@@ -130,6 +140,7 @@ class SubmittedPrefill:
     def _outcome(
         self,
         request: Request,
+        num_cached: int,
         chosen: Mapping[str, PrefillOutcome],
         failed: Mapping[str, PurefillError],
     ) -> PrefillOutcome:
@@ -139,6 +150,8 @@ class SubmittedPrefill:
                 request_id=request.request_id, error_label=error.label, error_message=str(error)
             )
         outcome = chosen[request.request_id]
+        if num_cached:
+            outcome = replace(outcome, num_cached_tokens=num_cached)
         report = self.launched.prompt_reports.get(request.request_id)
         if report is None:
             return outcome

@@ -224,6 +224,27 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 targets=((_gauge("purefill_kv_pages", "worker, state"), "{{worker}} {{state}}"),),
             ),
             Panel(
+                title="Prefix cache",
+                unit="percentunit",
+                help="Share of the tokens of prompts that were not computed, as their KV was cached.",
+                targets=(
+                    (
+                        f"{_rate('purefill_prefix_cache_hit_tokens_total')}"
+                        f" / {_rate('purefill_prefix_cache_query_tokens_total')}",
+                        "hits",
+                    ),
+                ),
+            ),
+            Panel(
+                title="Cached pages",
+                unit="short",
+                help="Of each decode worker, and those that were evicted per second.",
+                targets=(
+                    (_gauge("purefill_prefix_cache_pages", "worker"), "{{worker}}"),
+                    (_rate("purefill_prefix_cache_evicted_pages_total", "worker"), "{{worker}} evicted"),
+                ),
+            ),
+            Panel(
                 title="Decode step",
                 unit="s",
                 help="Its time, 9 of 10 steps.",

@@ -40,6 +40,7 @@ class Generation:
         timeline: RequestTimeline,
         *,
         num_prompt_tokens: int,
+        num_choices: int,
         include_usage: bool,
         continuous_usage: bool,
         timeout_s: float | None,
@@ -61,6 +62,7 @@ class Generation:
         self.timeline = timeline
         """When what happened to it."""
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_choices = num_choices
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._keep_alive_s = keep_alive_s
@@ -179,9 +181,11 @@ class Generation:
 
     def _usage(self) -> dict[str, Any]:
         num_output_tokens = sum(output.num_tokens for output in self._outputs)
+        # Of each prompt's first choice: the others may find cached what that one has just computed.
+        num_cached_tokens = sum(output.num_cached_tokens for output in self._outputs[:: self._num_choices])
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": self._num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         }

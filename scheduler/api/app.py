@@ -41,6 +41,7 @@ from scheduler.api.service_protocol import (
     ModelCard,
     ModelList,
     ReadyResponse,
+    ResetPrefixCacheResponse,
     StatusResponse,
     TokenizeChatRequest,
     TokenizeResponse,
@@ -84,6 +85,8 @@ class AppSettings:
     """Longest that a stream says nothing."""
     log_prompts: bool = False
     """Whether prompts are written to the log."""
+    prefix_cache: bool = True
+    """Whether requests may use cached KV."""
     serves_metrics: bool = True
     """Whether ``/metrics`` is here, and not at a port of its own."""
 
@@ -126,6 +129,7 @@ def create_app(
         journaling=journaling,
         timeout_s=settings.request_timeout_s,
         keep_alive_s=settings.keep_alive_s,
+        prefix_cache=settings.prefix_cache,
         registry=registry,
     )
     if journaling is not None:
@@ -342,6 +346,11 @@ def _add_service_routes(app: FastAPI, engine: Engine, journaling: Journaling | N
             queue_tokens=state.load.num_waiting_tokens,
             actors=[ActorState.model_validate(asdict(actor)) for actor in state.actors],
         )
+
+    @app.post("/reset_prefix_cache", responses=ERRORS)
+    async def reset_prefix_cache() -> ResetPrefixCacheResponse:
+        """Forget all cached KV. What runs goes on with what it has."""
+        return ResetPrefixCacheResponse(num_blocks=await engine.reset_prefix_cache())
 
     @app.get("/version")
     async def show_version() -> VersionResponse:

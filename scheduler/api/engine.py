@@ -43,6 +43,9 @@ class Engine(Protocol):
         Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
         """
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached blocks of tokens; return how many they were. Raises UnavailableError."""
+
     async def metrics(self) -> str:
         """Return the metrics of the service in Prometheus' text format. Raises UnavailableError."""
 

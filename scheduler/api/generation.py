@@ -19,7 +19,7 @@ from scheduler.api.fields import shorten
 from scheduler.api.idempotency import KEY_HEADER, REPLAYED_HEADER, Ticket
 from scheduler.api.journaling import Journaling
 from scheduler.api.logprobs import TokenNames
-from scheduler.api.output import ChoiceOutput, OutputRules
+from scheduler.api.output import ChoiceOutput, OutputRules, Prompt
 from scheduler.api.prompts import GenerationRequest, PromptEncoder
 from scheduler.api.recorder import Recording
 from scheduler.api.records import AcceptedRequest
@@ -55,12 +55,14 @@ class GenerationStarter:
         journaling: Journaling | None = None,
         timeout_s: float | None = None,
         keep_alive_s: float = 15.0,
+        prefix_cache: bool = True,
         registry: Registry,
     ) -> None:
         """`timeout_s`: longest that a request may take. `keep_alive_s`: longest that a stream is silent.
 
-        `registry` is where it is counted what clients see.
+        `prefix_cache`: whether requests may use cached KV. `registry` is where it is counted what clients see.
         """
+        self._prefix_cache = prefix_cache
         self._engine = engine
         self._registry = registry
         self._encoder = encoder
@@ -107,9 +109,7 @@ class GenerationStarter:
             prompts = await self._encoder.encode(body)
             permit.settle(n * sum(len(prompt.token_ids) for prompt in prompts))
             answer_id = body.request_id or _new_id(body)
-            requests = make_requests(
-                body, prompts, self._engine.model, self._engine.name, answer_id, key_digest
-            )
+            requests = self._requests(body, prompts, answer_id, key_digest)
             accepted = AcceptedRequest(
                 path="" if ticket is None else ticket.path,
                 body="" if ticket is None else ticket.body,
@@ -136,14 +136,7 @@ class GenerationStarter:
         """
         assert self._journaling is not None
         body = parse_as(json.loads(accepted.body), BODIES[accepted.path])
-        made = make_requests(
-            body,
-            accepted.prompts,
-            self._engine.model,
-            self._engine.name,
-            accepted.answer_id,
-            accepted.key_digest,
-        )
+        made = self._requests(body, accepted.prompts, accepted.answer_id, accepted.key_digest)
         outputs = self._outputs(body, accepted)
         tokens: list[list[int]] = [[] for _ in made]
         for choice, event in events:
@@ -160,6 +153,20 @@ class GenerationStarter:
         request_ids = [request.request_id for request in requests]
         computation = self._journaling.compute(self._engine, request_ids, stream, recording, left)
         return self._generation(body, accepted, computation, outputs=outputs).finish
+
+    def _requests(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str, key_digest: str
+    ) -> list[Request]:
+        engine = self._engine
+        return make_requests(
+            body,
+            prompts,
+            engine.model,
+            engine.name,
+            answer_id,
+            key_digest,
+            prefix_cache=self._prefix_cache,
+        )
 
     async def _submit(
         self,
@@ -242,6 +249,7 @@ class GenerationStarter:
             renderer,
             timeline,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in accepted.prompts),
+            num_choices=body.n,
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             timeout_s=self._timeout_s,

@@ -79,10 +79,14 @@ class ChoiceOutput:
         """Characters of the text, those that are held back and an echoed prompt included."""
         self.num_tokens = 0
         """Tokens of the output: those of a stop string and the end token count."""
+        self.num_cached_tokens = 0
+        """Tokens of the prompt that were not computed."""
         self.finish_reason: FinishReason | None = None
 
     def push(self, event: TokenEvent) -> Delta:
         """Take the next event and return what it adds; the last one sets `finish_reason`."""
+        if event.index == 0:
+            self.num_cached_tokens = event.num_cached_tokens
         if self._rules.prompt_only:
             self.finish_reason = "length"
             return self._delta(event, "", (), None)

@@ -30,6 +30,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_TTFT_SLO_MS = 3_600_000
+MAX_SALT_CHARS = 256
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_CHAT_TOKENS = 2048
 """KV pages are reserved for the longest answer: without a bound a few chats would hold them all."""
@@ -123,6 +124,8 @@ class GenerationParams(BaseModel):
     """Wished time from arrival to first token."""
     user: Annotated[str, Field(max_length=MAX_USER_CHARS)] = ""
     """Whose request it is: a user's requests share what the API key's are due."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    """Cached KV is only used by requests of the same salt. None: of all requests without one."""
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     """The `id` of the answer, by which the request can be deleted while it runs. None: one is made."""
 
@@ -204,7 +207,7 @@ class PromptTokensDetails(BaseModel):
     model_config = DOCUMENTED
 
     cached_tokens: int = 0
-    """Tokens whose KV was computed before. purefill computes every prompt."""
+    """Tokens whose KV was in the prefix cache, so that they were not computed: of each prompt's first choice."""
 
 
 class Usage(BaseModel):

@@ -61,6 +61,8 @@ class TokenRun:
     """Of each token, if they were asked for."""
     p: tuple[TokenLogprobs | None, ...] | None = None
     """Of the prompt, with the first event."""
+    h: int = 0
+    """Cached tokens of the prompt, with the first event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def decode_events(data: bytes) -> list[tuple[int, TokenEvent]]:
                 finish_reason=run.f if offset == last else None,
                 logprobs=run.l[offset] if run.l else None,
                 prompt_logprobs=run.p if offset == 0 else None,
+                num_cached_tokens=run.h if offset == 0 else 0,
             )
             events.append((run.c, event))
     return events
@@ -147,6 +150,7 @@ def _run(choice: int, events: Sequence[TokenEvent]) -> TokenRun:
         f=events[-1].finish_reason,
         l=tuple(event.logprobs for event in events if event.logprobs is not None),
         p=events[0].prompt_logprobs,
+        h=events[0].num_cached_tokens,
     )
 
 

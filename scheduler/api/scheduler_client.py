@@ -166,6 +166,11 @@ class SchedulerClient:
             )
         return reply.num_sequences
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached blocks of tokens; return how many they were. Raises UnavailableError."""
+        num_blocks: int = await self._answer(self._scheduler.reset_prefix_cache.remote())
+        return num_blocks
+
     async def metrics(self) -> str:
         """Return the figures of the whole service in Prometheus' text format. Raises UnavailableError."""
         taken = self._registry.take()

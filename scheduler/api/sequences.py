@@ -11,6 +11,7 @@ from scheduler.api.output import Prompt
 from scheduler.api.prompts import GenerationRequest, check_vocabulary
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import ModelInfo, Request, SamplingParams
+from scheduler.prefix.hashing import prefix_of
 
 
 def make_requests(
@@ -20,11 +21,14 @@ def make_requests(
     api_server: str,
     answer_id: str,
     key_digest: str = "",
+    *,
+    prefix_cache: bool = True,
 ) -> list[Request]:
     """Return one request for each choice of each prompt: all choices of the first prompt, then of the
     second...
 
-    Raises InvalidRequestError if a token id or a length is not one that the model can take.
+    `prefix_cache`: whether they may use cached KV, and leave theirs. Raises InvalidRequestError if a token id or a
+    length is not one that the model can take.
     """
     requests: list[Request] = []
     check_vocabulary(body.stop_token_ids, model, "stop_token_ids", "stop_token_ids")
@@ -33,6 +37,9 @@ def make_requests(
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}" if len(prompts) > 1 else "prompt"
         max_tokens = _max_tokens(body, len(prompt.token_ids), model, where)
+        prefix = b""
+        if prefix_cache:
+            prefix = prefix_of(prompt.token_ids, model=model.name, cache_salt=body.cache_salt or "")
         for choice in range(body.n):
             requests.append(
                 Request(
@@ -44,6 +51,7 @@ def make_requests(
                     ttft_slo_s=None if body.ttft_slo_ms is None else body.ttft_slo_ms / 1000,
                     tenant=f"{key_digest}/{body.user}",
                     completion_id=answer_id,
+                    prefix=prefix,
                 )
             )
     return requests

@@ -154,6 +154,15 @@ class ReadyResponse(BaseModel):
     """Where accepted requests are kept: in memory, or in a journal that can be reached or not."""
 
 
+class ResetPrefixCacheResponse(BaseModel):
+    """The answer to `POST /reset_prefix_cache`."""
+
+    model_config = DOCUMENTED
+
+    num_blocks: int
+    """Blocks of tokens that were cached, in all pools."""
+
+
 class VersionResponse(BaseModel):
     """The answer to `GET /version`."""
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from scheduler.batching.cost_model import CostModel
+from scheduler.batching.fairness import Entry
 from scheduler.batching.packing import Limits, Packer
 from scheduler.batching.policies import BatchPolicy, BatchView, Hold, QueueView, Workers
 from scheduler.batching.queue import WaitingQueue
-from scheduler.batching.requests import DispatchReason, FormedBatch, QueuedRequest
+from scheduler.batching.requests import CacheView, DispatchReason, FormedBatch, QueuedRequest
 
 __all__ = ["BatchFormer", "DispatchReason", "FormedBatch", "QueuedRequest"]
 
 _ONE_IDLE = Workers()
+_MOST_WAITING = 64
+"""So many requests that wait for cached blocks are passed over for one batch at most."""
 
 
 class BatchFormer:
@@ -99,13 +103,15 @@ class BatchFormer:
         free_pages: int,
         free_sequences: int,
         workers: Workers = _ONE_IDLE,
+        cache: CacheView | None = None,
         only_full: bool = False,
     ) -> FormedBatch | None:
         """Return the batch to send now to an idle prefill worker, or None to hold.
 
         The batch's pages and sequences fit what the chosen decode worker has free. Its requests leave the
-        queue. `only_full`: it leaves only if nothing could join it, for whatever reason but want of room in that
-        decode worker.
+        queue. `cache` says what is cached there: requests count with the tokens that they have to compute. Those that
+        it lets wait stay; if it is for others of this batch, the batch counts as full. `only_full`: it leaves only if
+        nothing could join it, for whatever reason but want of room in that decode worker.
         """
         self._wake_at = None
         if not self._queue or free_sequences < 1:
@@ -119,12 +125,24 @@ class BatchFormer:
             enough_tokens=self._policy.enough_tokens,
             may_resize=self._policy.may_resize,
         )
-        packing = self._packer.pack(self._queue.in_order(), limits, now, self._queue.num_tokens)
+        in_order = self._queue.in_order()
+        if cache is not None:
+            in_order = self._with_cached(in_order, cache)
+        packing = self._packer.pack(in_order, limits, now, self._queue.num_tokens)
         if not packing.entries:
             return None
         if only_full and len(packing.entries) < most_requests and not packing.is_saturated:
             return None
-        requests = tuple([entry.request for entry in packing.entries])
+        if cache is not None and cache.num_followers:
+            packing = packing._replace(is_full=True)
+        requests = tuple(
+            [
+                entry.request
+                if entry.num_tokens == entry.request.num_tokens
+                else replace(entry.request, num_tokens=entry.num_tokens)
+                for entry in packing.entries
+            ]
+        )
         view = BatchView(
             now=now,
             requests=requests,
@@ -141,6 +159,24 @@ class BatchFormer:
         self._queue.take(packing.entries, passed=packing.passed, now=now)
         self._packer.dispatched(packing)
         return FormedBatch(requests=requests, reason=decision.reason, formed_at=now)
+
+    def first(self) -> QueuedRequest | None:
+        """Return the request that should be served first, or None."""
+        return self._queue.first()
+
+    def _with_cached(self, in_order: Iterator[Entry], cache: CacheView) -> Iterator[Entry]:
+        """Pass over the requests that should wait for cached blocks, and take in what the others have to compute."""
+        num_waiting = 0
+        for entry in in_order:
+            if entry.request.may_be_cached:
+                work = cache.look(entry.request.request_id)
+                if work is None:
+                    num_waiting += 1
+                    if num_waiting == _MOST_WAITING:
+                        return
+                    continue
+                self._queue.resize(entry, work)
+            yield entry
 
     def wake_at(self) -> float | None:
         """Return when `form` must be asked again if nothing else happens, or None if it need not be."""

@@ -8,7 +8,7 @@ from itertools import chain
 
 from scheduler.batching.fairness import Entry, FairQueue
 from scheduler.batching.ordered import OrderedQueue
-from scheduler.batching.requests import QueuedRequest
+from scheduler.batching.requests import QueuedRequest, Work
 
 
 class WaitingQueue:
@@ -107,6 +107,21 @@ class WaitingQueue:
             fair.take(taken)
             self._class_tokens[priority] -= sum([entry.num_tokens for entry in taken])
             self._drop_if_empty(priority, fair)
+
+    def resize(self, entry: Entry, work: Work) -> None:
+        """Take in what a waiting request takes with what is cached now. Its place stays the same."""
+        entry.num_pages = entry.request.num_pages - work.num_used_pages
+        more = work.num_tokens - entry.num_tokens
+        if more:
+            entry.num_tokens += more
+            self._num_tokens += more
+            if entry.tenant is not None:
+                self._class_tokens[entry.request.priority] += more
+
+    def first(self) -> QueuedRequest | None:
+        """Return the request that should be served first, or None."""
+        entry = next(self.in_order(), None)
+        return None if entry is None else entry.request
 
     def in_order(self) -> Iterator[Entry]:
         """Walk along the requests in the order of service. The queue must not change meanwhile."""

@@ -140,6 +140,16 @@ PREFILL_TOKENS = _counter(
     "Tokens prefilled, padding not counted; those computed again count again.",
     *_WORKER,
 )
+PREFIX_QUERY_TOKENS = _counter(
+    "prefix_cache_query_tokens_total",
+    "Tokens of the sequences that were prefilled and might use cached KV; those computed again count again.",
+    *_WORKER,
+)
+PREFIX_HIT_TOKENS = _counter(
+    "prefix_cache_hit_tokens_total",
+    "Those of them that were not computed, as their KV was in the pages already.",
+    *_WORKER,
+)
 PADDING_TOKENS = _counter(
     "prefill_padding_tokens_total", "Token positions of prefill computed for padding.", *_WORKER
 )
@@ -192,9 +202,17 @@ STALLED = _counter(
 OUTPUT_TOKENS = _counter("output_tokens_total", "Tokens produced: first ones by prefill.", *_WORKER)
 KV_PAGES = _gauge(
     "kv_pages",
-    "KV pages: used by a sequence, reserved for those that will grow, free for new ones.",
+    "KV pages: used by a sequence, reserved for those that will grow, free for new ones (cached ones included).",
     *_WORKER,
     "state",
+)
+PREFIX_PAGES = _gauge(
+    "prefix_cache_pages",
+    "KV pages that hold cached blocks of tokens, whether or not a sequence uses them.",
+    *_WORKER,
+)
+PREFIX_EVICTED_PAGES = _counter(
+    "prefix_cache_evicted_pages_total", "KV pages of cached blocks that were given to others.", *_WORKER
 )
 KV_LEASES = _gauge("kv_leases", "Leases on KV pages.", *_WORKER)
 

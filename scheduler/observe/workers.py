@@ -6,7 +6,15 @@ from scheduler.messages import HandoffResult, PrefillResult, StepReport
 from scheduler.observe import catalogue as m
 from scheduler.observe.registry import Registry
 
-_OF_PREFILL = (m.PREFILL_TOKENS, m.PADDING_TOKENS, m.PREFILL_SECONDS, m.PREFILL_FLOPS, m.OUTPUT_TOKENS)
+_OF_PREFILL = (
+    m.PREFILL_TOKENS,
+    m.PREFIX_QUERY_TOKENS,
+    m.PREFIX_HIT_TOKENS,
+    m.PADDING_TOKENS,
+    m.PREFILL_SECONDS,
+    m.PREFILL_FLOPS,
+    m.OUTPUT_TOKENS,
+)
 _OF_DECODE = (m.STEP_SECONDS, m.STEP_SEQUENCES, m.STALLED, m.OUTPUT_TOKENS)
 _WHEN_THEY_HAPPEN = (m.PREFILL_UTILISATION, m.REPLAYS, m.EAGER_STEPS, m.HANDOFF_SECONDS, m.HANDOFF_BYTES)
 
@@ -23,6 +31,8 @@ def count_prefill(registry: Registry, result: PrefillResult, peak_flops: float |
     """Count what a batch cost, apart from its pages."""
     worker = ("prefill", result.worker)
     registry.inc(m.PREFILL_TOKENS, *worker, by=result.num_tokens)
+    registry.inc(m.PREFIX_QUERY_TOKENS, *worker, by=result.num_query_tokens)
+    registry.inc(m.PREFIX_HIT_TOKENS, *worker, by=sum([o.num_cached_tokens for o in result.outcomes]))
     registry.inc(m.PADDING_TOKENS, *worker, by=result.padding_tokens)
     registry.inc(m.OUTPUT_TOKENS, *worker, by=sum([o.token_id is not None for o in result.outcomes]))
     registry.observe(m.PREFILL_SECONDS, result.seconds, *worker)

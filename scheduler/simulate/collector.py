@@ -69,6 +69,7 @@ class Collector:
         self.batch_requests: Counter[int] = Counter()
         self.num_batch_tokens = self.num_padding = 0
         self.num_good = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_query_tokens = self.num_cached_tokens = 0
         self.num_deaths = 0
         self.prefill_busy_s = self.decode_busy_s = 0.0
         self.first_arrival_s: float | None = None
@@ -110,6 +111,11 @@ class Collector:
         """A batch left the queue."""
         self.batch_requests[num_requests] += 1
         self.reasons[reason] += 1
+
+    def looked_up(self, num_tokens: int, num_cached: int) -> None:
+        """So many tokens were looked up in the prefix cache, and so many of them found."""
+        self.num_query_tokens += num_tokens
+        self.num_cached_tokens += num_cached
 
     def prefilled(self, num_tokens: int, padding: int, seconds: float, now: float) -> None:
         """A prefill worker computed a batch in `seconds`."""

@@ -41,12 +41,13 @@ from scheduler.messages import (
     Request,
     SamplingParams,
 )
+from scheduler.prefix.hashing import DIGEST_BYTES
 from scheduler.simulate.collector import Collector, RequestTimes
 from scheduler.simulate.decode_worker import VirtualDecodeWorker
 from scheduler.simulate.fleet import FleetSettings
 from scheduler.simulate.fleet_costs import FleetCosts
 from scheduler.simulate.shared import SharedDevices
-from scheduler.simulate.traces import Arrival
+from scheduler.simulate.traces import TRACE_BLOCK_TOKENS, Arrival
 from scheduler.simulate.watcher import Watcher
 
 _API_SERVER = "api-0"
@@ -66,6 +67,7 @@ class Simulation:
             _make_former(settings),
             QueueLimits(max_requests=settings.max_queued_requests, max_tokens=settings.max_queued_tokens),
             self._watcher,
+            block_tokens=TRACE_BLOCK_TOKENS,
         )
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = count()
@@ -149,6 +151,7 @@ class Simulation:
             # The core only counts tokens, and a range of any length costs nothing.
             prompt_token_ids=cast(tuple[int, ...], range(arrival.num_prompt)),
             sampling=_sampling(arrival.num_output),
+            prefix=_prefix(arrival) if self._settings.prefix_cache and arrival.hash_ids else b"",
         )
         times = RequestTimes(
             arrival_s=arrival.time_s, num_prompt=arrival.num_prompt, num_output=arrival.num_output
@@ -210,7 +213,8 @@ class Simulation:
 
     def _compute(self, name: str, batch: PrefillBatch, now: float) -> None:
         lengths = [item.request.num_prefill_tokens for item in batch.items]
-        seconds, padding = self._costs.prefill(lengths, self._settings.max_batch_requests)
+        cached = [len(item.lease.shared_epochs) * self._costs.page_size for item in batch.items]
+        seconds, padding = self._costs.prefill(lengths, self._settings.max_batch_requests, cached)
         result = PrefillResult(
             batch_id=batch.batch_id,
             worker=name,
@@ -221,13 +225,15 @@ class Simulation:
                     finish_reason="length"
                     if len(item.request.output_token_ids) + 1 >= item.request.sampling.max_tokens
                     else None,
+                    num_cached_tokens=num_cached,
                 )
-                for item in batch.items
+                for item, num_cached in zip(batch.items, cached, strict=True)
             ),
-            num_tokens=sum(lengths),
+            num_tokens=sum(lengths) - sum(cached),
             padding_tokens=padding,
             replays={},
             seconds=seconds,
+            num_query_tokens=sum(lengths),
         )
         message_s, run = self._costs.message_s, self._prefill_runs[name]
         if self._devices is None:
@@ -259,6 +265,9 @@ class Simulation:
         for outcome in result.outcomes:
             self._watcher.prefill_token(outcome.request_id)
         self._collector.prefilled(result.num_tokens, result.padding_tokens, result.seconds, done_at)
+        self._collector.looked_up(
+            result.num_query_tokens, sum([outcome.num_cached_tokens for outcome in result.outcomes])
+        )
         self._core.prefill_done(result, now)
 
     # Decode workers.
@@ -378,3 +387,11 @@ def _make_former(settings: FleetSettings) -> BatchFormer:
         cost_model=cost_model,
     )
     return BatchFormer(policy, cost_model)
+
+
+def _prefix(arrival: Arrival) -> bytes:
+    """Return what stands for a prompt's complete blocks, as an ApiServer would hash them."""
+    num_blocks = arrival.num_prompt // TRACE_BLOCK_TOKENS
+    return bytes(DIGEST_BYTES) + b"".join(
+        [i.to_bytes(DIGEST_BYTES, "big") for i in arrival.hash_ids[:num_blocks]]
+    )

@@ -32,6 +32,8 @@ class FleetSettings:
     max_num_seqs: int = 64
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
+    prefix_cache: bool = True
+    """Whether what a trace says of equal prefixes is made use of."""
     failures: Failures | None = None
     seed: int = 0
 

@@ -117,21 +117,25 @@ class FleetCosts:
     def _max_slots(self) -> int:
         return max(int(bucket.partition("x")[2] or 1) for bucket in self.prefill_seconds)
 
-    def prefill(self, lengths: Sequence[int], max_slots: int) -> tuple[float, int]:
+    def prefill(
+        self, lengths: Sequence[int], max_slots: int, cached: Sequence[int] | None = None
+    ) -> tuple[float, int]:
         """Return the seconds of a batch of prompts of so many tokens, and its padding tokens.
 
+        `cached`: how many of each prompt's first tokens need not be computed, if any need not.
         It is cut into passes as a worker does it that captured `max_slots` slots.
         """
-        table, total = self.prefill_table, sum(lengths)
+        starts = cached or [0] * len(lengths)
+        table, total = self.prefill_table, sum(lengths) - sum(starts)
         if total <= table.max_tokens and len(lengths) <= max_slots:
             totals = [total]
         else:
-            passes = plan_passes(lengths, max_tokens=table.max_tokens, max_slots=max_slots)
+            passes = plan_passes(lengths, max_tokens=table.max_tokens, max_slots=max_slots, starts=starts)
             totals = [sum(segment.end - segment.start for segment in segments) for segments in passes]
         padded = [table.padded(num_tokens) for num_tokens in totals]
         seconds = sum(map(table.seconds, totals))
         if self.attention_seconds_per_pair:
-            pairs = sum(length * length for length in lengths) / 2
+            pairs = sum([n * n - start * start for n, start in zip(lengths, starts, strict=True)]) / 2
             measured = sum(num_tokens * num_tokens for num_tokens in padded) / (2 * self._max_slots)
             seconds += self.attention_seconds_per_pair * max(0.0, pairs - measured)
         return seconds, sum(padded) - total

@@ -105,6 +105,12 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-requests", type=int, default=8, metavar="N")
     parser.add_argument("--batch-timeout-ms", type=float, default=20.0, metavar="MS")
     parser.add_argument("--max-batch-tokens", type=int, metavar="N")
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make use of the hash_ids of Mooncake's traces",
+    )
     parser.add_argument("--slo", default="", metavar="ttft=200ms,itl=30ms", help="also e2e=10s")
     parser.add_argument("--mtbf-s", type=float, metavar="S", help="mean time between failures of one worker")
     parser.add_argument(
@@ -159,6 +165,7 @@ def fleet_of(options: argparse.Namespace) -> FleetSettings:
         max_num_seqs=options.max_num_seqs,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        prefix_cache=options.prefix_cache,
         failures=failures,
         seed=options.seed,
     )

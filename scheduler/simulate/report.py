@@ -36,6 +36,7 @@ def summarize(
             "batch_timeout_ms": _round(1000 * settings.batch_timeout_s),
             "max_batch_tokens": settings.max_batch_tokens,
             "max_num_seqs": settings.max_num_seqs,
+            "prefix_cache": settings.prefix_cache,
             "seed": settings.seed,
         },
         "seconds": _round(seconds),
@@ -55,6 +56,7 @@ def summarize(
             "by_reason": dict(sorted(c.reasons.items())),
             "padding_share": _rate(c.num_padding, c.num_batch_tokens + c.num_padding),
         },
+        "cached_share": _rate(c.num_cached_tokens, c.num_query_tokens),
         "prefill_utilisation": _rate(c.prefill_busy_s, seconds * settings.prefill_workers),
         "decode_utilisation": _rate(c.decode_busy_s, seconds * settings.decode_workers),
         "queue_over_time": {
@@ -105,6 +107,7 @@ def table(summary: Mapping[str, Any]) -> str:
             f"{batches['count']:,} of {batches['mean_requests']:.2f} requests, padding {batches['padding_share']:.1%}; "
             f"{_counts(batches['by_reason'])}",
         ),
+        ("prefix cache", f"{summary['cached_share']:.1%} of the tokens of prompts were found"),
         (
             "busy",
             f"prefill {summary['prefill_utilisation']:.0%}, decode {summary['decode_utilisation']:.0%}",

@@ -28,6 +28,8 @@ class Arrival(NamedTuple):
     """Prompt tokens, >= 1."""
     num_output: int
     """Answer tokens, >= 1."""
+    hash_ids: tuple[int, ...] = ()
+    """Of each `TRACE_BLOCK_TOKENS` tokens of the prompt, if known: equal where they and all before them are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ _FORMATS = {
         time=TRACE_COLUMNS[0], prompt=TRACE_COLUMNS[1], output=TRACE_COLUMNS[2], seconds=float
     ),
 }
+TRACE_BLOCK_TOKENS = 512
+"""Tokens that an id of Mooncake stands for."""
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 """Keys of each line's JSON object; the timestamp is in milliseconds."""
 
@@ -79,7 +83,7 @@ def read_trace(path: Path) -> Iterator[Arrival]:
             )
             start: float | None = None
             last = 0.0
-            for line, time_s, num_prompt, num_output in rows:
+            for line, time_s, num_prompt, num_output, hash_ids in rows:
                 start = time_s if start is None else start
                 if time_s - start < last:
                     raise ConfigError(
@@ -90,7 +94,7 @@ def read_trace(path: Path) -> Iterator[Arrival]:
                     raise ConfigError(f"{path}, line {line}: prompt tokens must be >= 1, got {num_prompt}")
                 if num_output < 0:
                     raise ConfigError(f"{path}, line {line}: answer tokens must be >= 0, got {num_output}")
-                yield Arrival(last, num_prompt, num_output or 1)
+                yield Arrival(last, num_prompt, num_output or 1, hash_ids)
             if start is None:
                 raise ConfigError(f"trace {path} holds no request")
     except (OSError, UnicodeDecodeError, EOFError) as error:
@@ -108,7 +112,7 @@ def played(
             last, count = 0.0, 0
             for arrival in make():
                 last, count = arrival.time_s, count + 1
-                yield Arrival(begins_at + last / speed_up, arrival.num_prompt, arrival.num_output)
+                yield arrival._replace(time_s=begins_at + last / speed_up)
             # One mean gap lies between the last request and the first of the next round.
             begins_at += (last + last / max(1, count - 1)) / speed_up
 
@@ -121,7 +125,7 @@ def _opened(path: Path) -> IO[str]:
     return path.open(encoding="utf-8", newline="")
 
 
-_Row = tuple[int, float, int, int]
+_Row = tuple[int, float, int, int, tuple[int, ...]]
 
 
 def _table(path: Path, header: str, file: Iterable[str]) -> Iterator[_Row]:
@@ -143,7 +147,7 @@ def _table(path: Path, header: str, file: Iterable[str]) -> Iterator[_Row]:
         if not row:
             continue
         try:
-            yield line, _finite(form.seconds(row[time_at])), int(row[prompt_at]), int(row[output_at])
+            yield line, _finite(form.seconds(row[time_at])), int(row[prompt_at]), int(row[output_at]), ()
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{path}, line {line}: {error}") from error
 
@@ -162,7 +166,12 @@ def _mooncake(path: Path, file: Iterable[str]) -> Iterator[_Row]:
             if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
                 raise ConfigError(f"{path}, line {line}: {key} must be a number, got {value!r}")
             values.append(value)
-        yield line, values[0] / 1000, int(values[1]), int(values[2])
+        ids = row.get("hash_ids", ())
+        if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
+            raise ConfigError(
+                f"{path}, line {line}: hash_ids must be a list of integers >= 0, got {ids!r:.50}"
+            )
+        yield line, values[0] / 1000, int(values[1]), int(values[2]), tuple(ids)
 
 
 def _finite(value: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scheduler.messages import SamplingParams
-from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Engines, own_tokens, prompts_of
+from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, PAGE_SIZE, Engines, own_tokens, prompts_of
 from worker.model import Model, ModelSource, load_model
 
 pytestmark = [
@@ -142,3 +143,28 @@ def test_many_replays_take_no_memory(qwen: tuple[Model, PreTrainedModel]) -> Non
         item = items[i % 5]
         assert engines.run_prefill([item]).outcomes[0].token_id == expected[i % 5]
     assert torch.cuda.memory_reserved() == before
+
+
+def test_prompts_behind_cached_pages_are_one_replay(qwen: tuple[Model, PreTrainedModel]) -> None:
+    model, own = qwen
+    shared, *ends = prompts_of(64, 3, 7, 5)
+    engines = Engines(model, capture_tokens=(16, 64), capture_slots=(4,))
+    first = engines.item("first", shared, GREEDY)
+    engines.run_prefill([first])
+    cached = first.lease.page_ids[: len(shared) // PAGE_SIZE]
+    items = []
+    for i, end in enumerate(ends):
+        item = engines.item(str(i), end, GREEDY)
+        lease = replace(
+            item.lease,
+            page_ids=(*cached, *item.lease.page_ids),
+            shared_epochs=(first.lease.epoch,) * len(cached),
+        )
+        items.append(
+            replace(item, lease=lease, request=replace(item.request, prompt_token_ids=(*shared, *end)))
+        )
+    result = engines.run_prefill(items)
+    assert (result.num_tokens, dict(result.replays)) == (15, {"16x4": 1})
+    assert [outcome.num_cached_tokens for outcome in result.outcomes] == [64] * 3
+    tokens = [outcome.token_id for outcome in result.outcomes]
+    assert tokens == [own_tokens(own, [*shared, *end], 1)[0] for end in ends]

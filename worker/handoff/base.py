@@ -21,10 +21,19 @@ class Writing:
     """For each lease, where in `Handoff.pool` its KV is to be written; nothing for those that are refused."""
     refused: Mapping[int, StaleLeaseError]
     """Leases, by place, whose pages have a newer owner already."""
+    num_cached: Sequence[int] | None = None
+    """For each lease, of how many of its first tokens `page_ids` hold the KV already; None: of none."""
+
+    @property
+    def own_page_ids(self) -> list[Sequence[int]]:
+        """Those of `page_ids` whose content goes into pages of its lease alone, and not into shared ones."""
+        return [
+            ids[len(lease.shared_epochs) :] for lease, ids in zip(self.leases, self.page_ids, strict=True)
+        ]
 
     def num_arrived(self, errors: Collection[int]) -> int:
         """Return how many pages hold what was written, if those of the leases in these places do not."""
-        return sum(len(ids) for i, ids in enumerate(self.page_ids) if i not in errors)
+        return sum(len(ids) for i, ids in enumerate(self.own_page_ids) if i not in errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

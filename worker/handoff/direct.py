@@ -29,7 +29,11 @@ class DirectHandoff:
             () if i in refused else lease.page_ids[:count]
             for i, (lease, count) in enumerate(zip(leases, counts, strict=True))
         ]
-        return Writing(leases=leases, page_ids=page_ids, refused=refused)
+        num_cached = [
+            0 if i in refused else len(lease.shared_epochs) * self.pool.page_size
+            for i, lease in enumerate(leases)
+        ]
+        return Writing(leases=leases, page_ids=page_ids, refused=refused, num_cached=num_cached)
 
     def finish(self, writing: Writing) -> Future[Arrival]:
         """See whether the pages are still the leases' own. Done at once."""

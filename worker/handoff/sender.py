@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from scheduler.errors import HandoffError, StaleLeaseError
 from scheduler.messages import Lease
@@ -57,7 +58,10 @@ class SendHandoff:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff")
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
-        """Take pages of our own; wait until there are enough. Whether a lease is stale shows at the other end."""
+        """Take pages of our own; wait until there are enough. Whether a lease is stale shows at the other end.
+
+        Cached KV is at the other end too, so all tokens are computed here.
+        """
         counts = [-(-count // self.pool.page_size) for count in num_tokens]
         pages = self._staging.take(sum(counts))
         page_ids: list[list[int]] = []
@@ -76,7 +80,8 @@ class SendHandoff:
 
     def _hand_over(self, writing: Writing) -> Arrival:
         started = time.perf_counter()
-        pages = [page for page_ids in writing.page_ids for page in page_ids]
+        all_pages = [page for page_ids in writing.page_ids for page in page_ids]
+        pages = [page for page_ids in writing.own_page_ids for page in page_ids]
         errors: dict[int, StaleLeaseError | HandoffError] = {}
         try:
             if writing.leases:
@@ -84,7 +89,7 @@ class SendHandoff:
         except HandoffError as error:
             errors.update(dict.fromkeys(range(len(writing.leases)), error))
         finally:
-            self._staging.give_back(pages)
+            self._staging.give_back(all_pages)
         return Arrival(
             errors=errors,
             num_bytes=writing.num_arrived(errors) * self.pool.page_bytes,
@@ -112,7 +117,12 @@ class SendHandoff:
         return refused
 
     def _send(self, channel: Channel, writing: Writing, pages: Sequence[int]) -> dict[int, StaleLeaseError]:
-        manifest = Manifest(leases=writing.leases, num_written=[len(ids) for ids in writing.page_ids])
+        manifest = Manifest(
+            leases=[
+                replace(lease, page_ids=lease.own_page_ids, shared_epochs=()) for lease in writing.leases
+            ],
+            num_written=[len(page_ids) for page_ids in writing.own_page_ids],
+        )
         numbers = manifest.encode()
         channel.send(len(writing.leases), len(numbers))
         channel.send_numbers(numbers)

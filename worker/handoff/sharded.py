@@ -118,7 +118,10 @@ class ReslicedHandoff:
         self.max_pages = staging.num_pages
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
-        """Claim the leases' pages, and take as many of our own."""
+        """Claim the leases' pages, and take as many of our own.
+
+        Cached KV is where decode has it, so all tokens are computed here.
+        """
         assert self._epochs is not None
         refused = self._epochs.claim(leases)
         page_ids = [
@@ -137,8 +140,9 @@ class ReslicedHandoff:
         target: list[int] = []
         for number, i in enumerate(places):
             if number not in late:
-                source += writing.page_ids[i]
-                target += writing.leases[i].page_ids[: len(writing.page_ids[i])]
+                own = writing.own_page_ids[i]
+                source += own
+                target += writing.leases[i].own_page_ids[: len(own)]
         if self._group is not None and self._group.leader is not None:
             self._group.leader.tell(
                 CopyPages(decode_worker=self._decode_worker, source=tuple(source), target=tuple(target))

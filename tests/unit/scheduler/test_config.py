@@ -41,6 +41,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "dtype": ("float32", "float32"),
     "load_format": ("dummy", "dummy"),
     "kv_memory": ("1.5GiB", 3 * 2**29),
+    "prefix_cache": ("false", False),
     "handoff_transport": ("gloo", "gloo"),
     "decode_share": ("0.5", 0.5),
     "journal": ("rediss://user:secret@example:6380/1", "rediss://user:secret@example:6380/1"),
@@ -110,7 +111,8 @@ def test_a_field_is_the_same_from_each_source(field: str, tmp_path: Path) -> Non
     wanted = ServeConfig.model_validate({other: SAMPLES[other][1] for other in others} | {field: value})
 
     flag = "--" + field.replace("_", "-")
-    assert load(*with_it, *([flag] if text == "true" else [flag, text])) == wanted
+    switches = {"true": [flag], "false": [flag.replace("--", "--no-", 1)]}
+    assert load(*with_it, *switches.get(text, [flag, text])) == wanted
 
     variable = "PUREFILL_API_KEYS" if field == "api_key" else f"PUREFILL_{field.upper()}"
     assert load(*with_it, environ={variable: text}) == wanted

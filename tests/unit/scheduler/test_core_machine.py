@@ -1,12 +1,12 @@
 """Random lives of the scheduler's core between scripted workers: whatever the order of arrivals, cancels,
 failures, deaths, joins and leaves, every request ends exactly once, with each of its tokens once, and every page
-comes back.
+comes back. A page that is shared holds what it should, and nobody writes it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -50,8 +50,10 @@ from scheduler.messages import (
     StepReport,
     TokenEvent,
 )
+from scheduler.prefix.hashing import DIGEST_BYTES, chain_digests
 
 PAGE_SIZE = 4
+BLOCK_TOKENS = 4
 POOL_PAGES = {"decode-0": 12, "decode-1": 6, "decode-2": 8, "decode-3": 12}
 """Pages that can be leased. Unequal, as pools are that take a share of the free memory one after the other."""
 MAX_NUM_SEQS = 3
@@ -65,7 +67,14 @@ MODEL = ModelInfo(
 def make_core(observer: Ends, *, first_epoch: int = 1, max_requests: int = 4) -> SchedulerCore:
     cost_model = CostModel.proportional([16, 64])
     policy = FixedPolicy(max_requests=max_requests, timeout_s=TIMEOUT_S, cost_model=cost_model)
-    return SchedulerCore(BatchFormer(policy, cost_model), LIMITS, observer, first_epoch=first_epoch)
+    return SchedulerCore(
+        BatchFormer(policy, cost_model),
+        LIMITS,
+        observer,
+        first_epoch=first_epoch,
+        block_tokens=BLOCK_TOKENS,
+        min_shared_tokens=4 * BLOCK_TOKENS,
+    )
 
 
 def prefill_info(name: str) -> PrefillWorkerInfo:
@@ -106,6 +115,12 @@ def decode_info(name: str) -> DecodeWorkerInfo:
 def token(index: int) -> int:
     """Return the token that every request has at a place of its output."""
     return 1 + index % 7
+
+
+def prefix_of(prompt: Sequence[int], salt: int) -> bytes:
+    """Return the digests of a prompt's blocks, as an ApiServer sends them."""
+    root = bytes([salt]) * DIGEST_BYTES
+    return root + b"".join(chain_digests(root, prompt, BLOCK_TOKENS))
 
 
 def pages_for(num_tokens: int) -> int:
@@ -249,6 +264,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.answered: Counter[str] = Counter()  # final events that were sent to the ApiServer
         self.leases: dict[SequenceRef, tuple[str, list[int]]] = {}
         self.page_epochs: dict[tuple[str, int], int] = {}
+        self.contents: dict[
+            tuple[str, int], tuple[object, ...]
+        ] = {}  # salt and tokens, to the last one written
+        self.num_shared_pages = 0
         self.batches: dict[
             str, list[PrefillBatch]
         ] = {}  # at each prefill worker, the one being computed first
@@ -330,7 +349,45 @@ class CoreMachine(RuleBasedStateMachine):
         assert num_outputs == known or (num_outputs < known and request.request_id in self.disturbed)
         assert len(lease.page_ids) >= pages_for(min(request.num_prefill_tokens + 1, request.max_total_tokens))
         ref = SequenceRef(request_id=request.request_id, epoch=lease.epoch)
-        self.take_pages(lease.decode_worker, ref, lease.page_ids, lease.epoch)
+        self.take_shared(item, ref)
+        self.take_pages(lease.decode_worker, ref, lease.own_page_ids, lease.epoch)
+
+    def take_shared(self, item: PrefillItem, ref: SequenceRef) -> None:
+        """The pages that it need not compute hold the KV of its own tokens, under the epochs that are named."""
+        request, lease = item.request, item.lease
+        num_shared = len(lease.shared_epochs)
+        assert num_shared * PAGE_SIZE < request.num_prefill_tokens, "one token at least must be computed"
+        assert not num_shared or (request.prefix and not request.reports_prompt)
+        for i, (page, epoch) in enumerate(zip(lease.page_ids, lease.shared_epochs, strict=False), start=1):
+            where = (lease.decode_worker, page)
+            assert self.page_epochs[where] == epoch
+            assert self.contents[where] == self.tokens_of(request, i * PAGE_SIZE)
+        self.leases[ref] = (lease.decode_worker, list(lease.page_ids[:num_shared]))
+        self.num_shared_pages += num_shared
+
+    @staticmethod
+    def tokens_of(request: Request, num_tokens: int) -> tuple[object, ...]:
+        """Return what the KV of a request's first tokens is computed from."""
+        outputs = map(token, range(num_tokens - len(request.prompt_token_ids)))
+        return (request.prefix[:1], *request.prompt_token_ids[:num_tokens], *outputs)
+
+    def write(self, worker: str, ref: SequenceRef, start: int, end: int) -> None:
+        """A worker writes the KV of these tokens of a sequence into its pages, which nobody else has."""
+        request, pages = self.accepted[ref.request_id], self.leases[ref][1]
+        written = set(pages[start // PAGE_SIZE : pages_for(end)])
+        for other, (name, theirs) in self.leases.items():
+            assert other == ref or name != worker or not written & set(theirs), "a shared page is written"
+        for i in range(start // PAGE_SIZE, pages_for(end)):
+            num_tokens = min((i + 1) * PAGE_SIZE, end)
+            self.contents[worker, pages[i]] = self.tokens_of(request, num_tokens)
+
+    def write_prefilled(self, batch: PrefillBatch, failed: Collection[str]) -> None:
+        """The pages of a batch arrive, but for those of some requests."""
+        for item in batch.items:
+            ref = SequenceRef(request_id=item.request.request_id, epoch=item.lease.epoch)
+            if ref in self.leases and ref.request_id not in failed:
+                start = len(item.lease.shared_epochs) * PAGE_SIZE
+                self.write(batch.decode_worker, ref, start, item.request.num_prefill_tokens)
 
     def take_grant(self, worker: str, grant: PageGrant) -> None:
         assert len(self.leases[grant.ref][1]) == grant.first_page
@@ -345,6 +402,7 @@ class CoreMachine(RuleBasedStateMachine):
         for page in page_ids:
             assert epoch > self.page_epochs.get((worker, page), 0), "the worker would refuse it"
             self.page_epochs[worker, page] = epoch
+            self.contents.pop((worker, page), None)
         self.leases.setdefault(ref, (worker, []))[1].extend(page_ids)
 
     def check_preemption(self, worker: str, ref: SequenceRef) -> None:
@@ -401,21 +459,28 @@ class CoreMachine(RuleBasedStateMachine):
     # What happens to it.
 
     @rule(
-        lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 36)), min_size=1, max_size=5),
+        lengths=st.lists(
+            st.tuples(st.integers(1, 24), st.integers(1, 36), st.integers(0, 5)), min_size=1, max_size=5
+        ),
         twice=st.integers(0, 9),
     )
-    def submit(self, lengths: list[tuple[int, int]], twice: int) -> None:
+    def submit(self, lengths: list[tuple[int, int, int]], twice: int) -> None:
+        """Prompts begin alike, and some end so. Of the kinds, one has a salt of its own, and one caches nothing."""
         group = []
-        for num_prompt, max_tokens in lengths:
+        for num_prompt, max_tokens, kind in lengths:
             self.num_made += 1
+            prompt = ((1,) * 9 + (1 + kind % 2,) * num_prompt)[:num_prompt]
             group.append(
                 Request(
                     request_id=f"r{self.num_made}",
                     api_server="api-0",
-                    prompt_token_ids=(1,) * num_prompt,
+                    prompt_token_ids=prompt,
                     sampling=SamplingParams(
-                        max_tokens=max_tokens, num_logprobs=1 if self.num_made % 3 == 0 else None
+                        max_tokens=max_tokens,
+                        num_logprobs=1 if self.num_made % 3 == 0 else None,
+                        prompt_logprobs=self.num_made % 7 == 0,
                     ),
+                    prefix=b"" if kind == 4 else prefix_of(prompt, salt=7 if kind == 5 else 0),
                 )
             )
         if twice == 0:
@@ -486,7 +551,12 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 last = request.sampling.max_tokens == index + 1
                 reason: FinishReason | None = "length" if last else "stop" if finishing >> place & 1 else None
-                outcome = PrefillOutcome(request_id=request_id, token_id=token(index), finish_reason=reason)
+                outcome = PrefillOutcome(
+                    request_id=request_id,
+                    token_id=token(index),
+                    finish_reason=reason,
+                    num_cached_tokens=len(item.lease.shared_epochs) * PAGE_SIZE,
+                )
                 self.make(
                     worker,
                     TokenEvent(
@@ -506,6 +576,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         if pending:
             self.sending.append((result, batch))
+        else:
+            self.write_prefilled(batch, {o.request_id for o in outcomes if o.error_label is not None})
         self.core.prefill_done(result, self.now)
         self.pump(None if pending else batch)
 
@@ -522,6 +594,8 @@ class CoreMachine(RuleBasedStateMachine):
             for place, item in enumerate(batch.items)
             if failing >= 48 and failing >> place & 1
         )
+        failed = {outcome.request_id for outcome in result.outcomes if outcome.error_label is not None}
+        self.write_prefilled(batch, failed.union(failure.request_id for failure in failures))
         handoff = HandoffResult(
             batch_id=batch.batch_id,
             worker=result.worker,
@@ -547,6 +621,9 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             for event in decode.step(stopping):
                 self.make(decode.name, event)
+                ref = SequenceRef(request_id=event.request_id, epoch=event.epoch)
+                newest = len(self.accepted[event.request_id].prompt_token_ids) + event.index - 1
+                self.write(decode.name, ref, newest, newest + 1)
             while len(decode.reports) > 3:
                 self.take_report(decode, stopping)
             while decode.calls and num_steps > 3:
@@ -658,7 +735,8 @@ class CoreMachine(RuleBasedStateMachine):
             if self.ends.outcomes.pop(request_id, None) is not None or request_id not in self.ages:
                 self.num_ages += 1
                 self.ages[request_id] = self.num_ages
-        self.restarted |= {i for i in open_ids if self.accepted[i].sampling.num_logprobs is not None}
+        samplings = {i: self.accepted[i].sampling for i in open_ids}
+        self.restarted |= {i for i, s in samplings.items() if s.num_logprobs is not None or s.prompt_logprobs}
         requests = [
             replace(self.accepted[i], output_token_ids=tuple(map(token, range(self.num_got(i)))))
             for i in open_ids
@@ -735,7 +813,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.num_live == len(self.live())
         if self.disturbed.isdisjoint(waiting):
             num_tokens = sum(len(self.accepted[i].prompt_token_ids) + self.tokens.get(i, 0) for i in waiting)
-            assert self.core.num_waiting_tokens == num_tokens
+            assert len(waiting) <= self.core.num_waiting_tokens <= num_tokens, "what is cached does not count"
 
     @invariant()
     def every_request_ends_once_at_most(self) -> None:
@@ -748,8 +826,10 @@ class CoreMachine(RuleBasedStateMachine):
         for ledger in self.core.ledgers:
             mine = [pages for worker, pages in self.leases.values() if worker == ledger.worker]
             assert ledger.num_leases == len(mine)
+            held = {page for pages in mine for page in pages}
             assert ledger.free_sequences == MAX_NUM_SEQS - len(mine) >= 0
-            assert ledger.free_pages == POOL_PAGES[ledger.worker] - sum(map(len, mine))
+            assert ledger.free_pages == POOL_PAGES[ledger.worker] - len(held)
+            assert ledger.cache.num_unused_pages <= ledger.cache.num_pages <= POOL_PAGES[ledger.worker]
 
     def all_do_their_work(self) -> None:
         if self.away:

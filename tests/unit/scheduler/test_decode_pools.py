@@ -26,6 +26,7 @@ from tests.unit.scheduler.test_core_machine import (
     decode_info,
     make_core,
     prefill_info,
+    prefix_of,
     token,
 )
 
@@ -136,6 +137,7 @@ class Driver:
     """A core with one prefill worker, whose batches come back at once."""
 
     def __init__(self, *decode_workers: str) -> None:
+        self.reads_cached = True
         self.ends = Ends()
         self.core = make_core(self.ends)
         self.core.add_prefill_worker(prefill_info("prefill-0"))
@@ -159,7 +161,14 @@ class Driver:
             for item in action.batch.items:
                 self.leases[item.request.request_id] = (item.lease.decode_worker, item.lease.epoch)
                 index = len(item.request.output_token_ids)
-                outcomes.append(PrefillOutcome(request_id=item.request.request_id, token_id=token(index)))
+                num_cached = len(item.lease.shared_epochs) * PAGE_SIZE if self.reads_cached else 0
+                outcomes.append(
+                    PrefillOutcome(
+                        request_id=item.request.request_id,
+                        token_id=token(index),
+                        num_cached_tokens=num_cached,
+                    )
+                )
             result = PrefillResult(
                 batch_id=action.batch.batch_id,
                 worker=action.worker,
@@ -234,3 +243,21 @@ def test_a_request_that_two_dying_workers_had_fails() -> None:
     assert driver.ends.outcomes == {}
     driver.core.worker_lost(driver.leases["r"][0], 1.0)
     assert driver.ends.outcomes == {"r": ["worker_failed"]}
+
+
+@pytest.mark.parametrize("reads_cached", [True, False])
+def test_a_worker_that_does_not_see_cached_pages_shows_it(reads_cached: bool) -> None:
+    """Then nobody waits for what it computes, and requests count with all their tokens."""
+    driver = Driver("decode-0")
+    driver.reads_cached = reads_cached
+    prompt = (1,) * 20
+    requests = [
+        replace(request(name, 20, 1), prompt_token_ids=prompt, prefix=prefix_of(prompt, salt=0))
+        for name in "abc"
+    ]
+    for name, new in zip("ab", requests, strict=False):
+        driver.submit(new)
+        driver.core.cancel(name, 1.0)
+        driver.report(name, None, released=True)
+    assert driver.core.submit([requests[2]], 1.0) is None
+    assert driver.core.num_waiting_tokens == (4 if reads_cached else 20)

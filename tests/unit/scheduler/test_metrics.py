@@ -125,7 +125,7 @@ def test_the_pages_of_a_worker_that_died_are_shown_no_more_and_what_it_counted_s
 def test_waiting_for_a_worker_is_not_being_held_for_others() -> None:
     """A batch of two: the first is held 0.4 s for the second. The third and fourth wait 2 s for the worker."""
     bench = Bench()
-    bench.core.add_prefill_worker(prefill_info("prefill-0"))
+    bench.core.add_prefill_worker(replace(prefill_info("prefill-0"), bucket_seconds={"16x4": 1.5}))
     bench.core.add_decode_worker(decode_info("decode-0"))
     assert not bench.submit("a")
     bench.now += 0.4

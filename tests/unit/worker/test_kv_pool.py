@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,3 +63,20 @@ def test_stale_leases_are_refused_one_by_one(pool: KVPool) -> None:
     assert pool.check([lease(7, 4), lease(8, 1), lease(6, 3)]) == {}
     # Page 1 has a newer epoch now, page 5 was never claimed.
     assert list(pool.check([lease(7, 4), lease(5, 1, 2), lease(5, 5)])) == [1, 2]
+
+
+def test_shared_pages_are_read_under_the_epoch_in_which_they_were_written() -> None:
+    pool, _ = KVPool.create(SPEC, name="decode-0", num_pages=6, page_size=4)
+    writer = Lease(decode_worker="decode-0", epoch=5, page_ids=(1, 2))
+    reader = Lease(decode_worker="decode-0", epoch=7, page_ids=(1, 2, 3), shared_epochs=(5, 5))
+    assert set(pool.claim([reader])) == {0}, "nobody has written them yet"
+    assert not pool.claim([writer])
+    assert not pool.claim([reader])
+    assert not pool.check([writer, reader]), "the pages that are shared are still those of the first"
+    assert not pool.claim([replace(writer, epoch=9, page_ids=(2,))])
+    assert set(pool.check([reader])) == {0}
+    again = replace(reader, epoch=10, page_ids=(1, 2, 4))
+    assert set(pool.claim([again])) == {0}
+    assert pool.check([replace(again, page_ids=(4,), shared_epochs=())]), (
+        "nothing of a refused lease is claimed"
+    )

@@ -77,6 +77,9 @@ class ScriptedEngine:
         self.refusal: RequestError | None = None
         self.failure: RequestError | None = None
         self.requests: list[Request] = []
+        self.num_cached: Sequence[int] = ()
+        """Of each request, how many tokens of its prompt were cached; those beyond the last: none."""
+        self._num_cached: dict[str, int] = {}
         self._sampling: dict[str, SamplingParams] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
         self.submitted = asyncio.Event()
@@ -113,6 +116,8 @@ class ScriptedEngine:
         for request in requests:
             self._sampling[request.request_id] = request.sampling
             self._prompts[request.request_id] = request.prompt_token_ids
+            number = len(self.requests)
+            self._num_cached[request.request_id] = dict(enumerate(self.num_cached)).get(number, 0)
             if error := self._errors.get(len(self.requests)):
                 self.fail(request.request_id, *error)
             elif self.texts is not None:
@@ -150,6 +155,7 @@ class ScriptedEngine:
                 finish_reason=finish_reason if i == last else None,
                 logprobs=None if num_top is None else logprobs_of(token_id, num_top),
                 prompt_logprobs=prompt_logprobs if i == 0 else None,
+                num_cached_tokens=self._num_cached[request_id] if start + i == 0 else 0,
             )
             for i, token_id in enumerate(token_ids)
         )
@@ -162,6 +168,11 @@ class ScriptedEngine:
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         self.cancelled += self.router.close(request_ids)
+
+    async def reset_prefix_cache(self) -> int:
+        if self.failure is not None:
+            raise self.failure
+        return 7
 
     async def metrics(self) -> str:
         if self.failure is not None:

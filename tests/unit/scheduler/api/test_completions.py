@@ -424,3 +424,30 @@ def test_a_running_request_is_deleted_by_its_id(bytes_tokenizer: Tokenizer) -> N
     assert unknown.json()["error"]["code"] == "request_not_found"
     assert completion.status_code == 499
     assert completion.json()["error"]["code"] == "request_cancelled"
+
+
+def test_cached_tokens_count_once_for_each_prompt(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(["a", "b"] * 2)
+    engine.num_cached = (3, 5, 0, 5)
+    fields = {"prompt": ["abcdef", "ghijkl"], "n": 2, "stream_options": {"include_usage": True}}
+    body = complete(app_over(engine, bytes_tokenizer), stream=True, **fields).text
+    assert events(body)[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    engine = ScriptedEngine(["a"])
+    engine.num_cached = (2,)
+    usage = complete(app_over(engine, bytes_tokenizer)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_what_may_be_shared_depends_on_model_and_salt(bytes_tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(["a"] * 5)
+    app = app_over(engine, bytes_tokenizer)
+    for fields in ({}, {"prompt": "other"}, {"cache_salt": "s"}, {"cache_salt": "t"}):
+        assert complete(app, **fields).status_code == 200
+    prefixes = [request.prefix for request in engine.requests]
+    assert prefixes[0] == prefixes[1] != b"", "no block of these prompts is complete"
+    assert len(set(prefixes)) == 3
+    assert complete(app_over(engine, bytes_tokenizer, prefix_cache=False)).status_code == 200
+    assert engine.requests[-1].prefix == b""
+    for salt in ("", "x" * 257, 5):
+        answer = complete(app, cache_salt=salt)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")

@@ -401,3 +401,11 @@ def test_what_load_generators_send(bytes_tokenizer: Tokenizer, fields: dict[str,
     assert len(chunks) == 16
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 16
+
+
+def test_the_prefix_cache_is_reset_by_those_who_have_a_key(bytes_tokenizer: Tokenizer) -> None:
+    app = app_over(ScriptedEngine(), bytes_tokenizer, api_keys=("secret",))
+    assert send(app, "POST", "/reset_prefix_cache").status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    answer = send(app, "POST", "/reset_prefix_cache", headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"num_blocks": 7})

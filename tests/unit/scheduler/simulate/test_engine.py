@@ -133,3 +133,21 @@ def test_a_cost_model_without_a_bucket_for_all_sequences_is_refused() -> None:
         ConfigError, match=r"must have a bucket of 128 sequences \(max_num_seqs\), the largest is 64"
     ):
         run([Arrival(0.0, 1, 1)], FleetSettings(max_num_seqs=128))
+
+
+def test_prompts_that_begin_alike_are_computed_from_there_on() -> None:
+    """The first of two at once is computed alone, the second after it; a third, much later, finds both blocks too."""
+    arrivals = [Arrival(at, 2 * 512 + 100, 5, (1, 2, 3 + i)) for i, at in enumerate((0.0, 0.0, 1.0))]
+    whole, rest = 0.050 + 0.050 + 0.015, 0.015
+    ended, collector = run(arrivals)
+    times = sorted((t.first_token_s or 0.0) - t.arrival_s for t in ended)
+    assert times == pytest.approx([0.020 + rest, whole, whole + rest])
+    assert (collector.num_cached_tokens, collector.num_query_tokens) == (2 * 2 * 512, 3 * 1124)
+    _, collector = run(arrivals, FleetSettings(prefix_cache=False))
+    assert collector.num_cached_tokens == 0
+
+
+def test_what_is_cached_is_not_computed() -> None:
+    assert costs().prefill([1124, 612], max_slots=8, cached=[1024, 512]) == (0.050, 512 - 200)
+    with_pairs, _ = costs(attention_seconds_per_pair=1e-6).prefill([1024], max_slots=8, cached=[512])
+    assert with_pairs == pytest.approx(0.050 + 1e-6 * ((1024**2 - 512**2) / 2 - 512**2 / 16))

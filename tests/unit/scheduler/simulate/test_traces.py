@@ -42,9 +42,9 @@ def test_azure_times_count_from_the_first_request(tmp_path: Path) -> None:
 def test_mooncake_is_in_milliseconds_and_may_be_compressed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl.gz"
     with gzip.open(path, "wt") as file:
-        file.write('{"timestamp": 500, "input_length": 6758, "output_length": 500, "hash_ids": [0]}\n')
+        file.write('{"timestamp": 500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 7]}\n')
         file.write('{"timestamp": 3500, "input_length": 7322, "output_length": 490}\n')
-    assert list(read_trace(path)) == [Arrival(0.0, 6758, 500), Arrival(3.0, 7322, 490)]
+    assert list(read_trace(path)) == [Arrival(0.0, 6758, 500, (0, 7)), Arrival(3.0, 7322, 490)]
 
 
 def test_burstgpt_counts_a_failed_answer_as_one_token(tmp_path: Path) -> None:
@@ -146,3 +146,9 @@ def test_synthetic_loads_have_their_rate_and_repeat_with_their_seed(kind: str) -
 def test_a_wrong_synthetic_load_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_load(text)
+
+
+def test_the_ids_of_mooncakes_blocks_must_be_numbers(tmp_path: Path) -> None:
+    row = '{"timestamp": 5, "input_length": 6, "output_length": 5, "hash_ids": ["a"]}'
+    with pytest.raises(ConfigError, match=r"line 1: hash_ids must be a list of integers >= 0, got \['a'\]"):
+        list(read_trace(written(tmp_path, row)))

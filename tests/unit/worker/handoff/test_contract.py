@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,26 @@ def test_pages_for_later_belong_to_the_lease_too(start: Start) -> None:
     assert arrive(handoff, writing).errors == {}
     assert decode.holds(2, 3)
     assert decode.ask("check", 3, 1, 7, epoch=5)
+
+
+def test_cached_pages_stay_as_they_are_and_only_the_others_travel(start: Start) -> None:
+    decode, handoff = start()
+    first = handoff.begin([lease(5, 3, 1)], [2 * PAGE_SIZE])
+    write(handoff, first, 2)
+    assert arrive(handoff, first).errors == {}
+    sharing = replace(lease(6, 3, 1, 2), shared_epochs=(5, 5))
+    writing = handoff.begin([sharing], [3 * PAGE_SIZE])
+    assert not writing.refused
+    # Who does not see the pages computes their content too.
+    (num_cached,) = writing.num_cached or (0,)
+    assert num_cached in (0, 2 * PAGE_SIZE)
+    fill(handoff.pool, writing.page_ids[0][num_cached // PAGE_SIZE :], 9)
+    arrival = arrive(handoff, writing)
+    assert (arrival.errors, arrival.num_bytes) == ({}, handoff.pool.page_bytes)
+    assert decode.holds(2, 3, 1)
+    assert decode.holds(9, 2)
+    assert decode.ask("check", 3, 1, epoch=5)
+    assert decode.ask("check", 2, epoch=6)
 
 
 def test_nothing_at_all(start: Start) -> None:
