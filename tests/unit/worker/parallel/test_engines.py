@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scheduler.errors import ConfigError
 from scheduler.messages import Lease, PoolHandle, SamplingParams, WorkerConfig
 from tests.support.ranks import exits_of_followers, run_leader
 from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Pair, prompts_of
@@ -154,3 +155,14 @@ def die(group: ShardGroup, config: WorkerConfig) -> None:
 def test_a_rank_ends_with_rank_0_whatever_it_waits_for(folder: Path) -> None:
     (exit_code,) = exits_of_followers(die, worker_config(folder, 2))
     assert exit_code is not None
+
+
+def refuse(group: ShardGroup, config: WorkerConfig) -> None:
+    """Do as a worker does: say why, and let the other ranks go."""
+    with pytest.raises(ConfigError, match="must divide the 2 KV heads"):
+        startup.load(config, group)
+    group.close()
+
+
+def test_all_ranks_end_quietly_when_a_model_is_refused(folder: Path) -> None:
+    assert exits_of_followers(refuse, worker_config(folder, 4)) == [0, 0, 0]
