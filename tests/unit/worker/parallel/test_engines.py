@@ -56,6 +56,7 @@ class Made:
     drawn: list[list[int]]
     shaped: list[list[int]]
     attached_again: list[list[int]]
+    behind_cached: int | None
     prompt_logprobs: list[float]
     refused: list[str | None]
     num_bytes: int
@@ -103,6 +104,7 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
     drawn = pair.generate(PROMPTS, SamplingParams(max_tokens=8, seed=3, top_k=20))
     shaped = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.5)
     penalised = pair.generate(PROMPTS[:3], shaped)
+    behind_cached = token_behind_cached(pair, greedy)
     pair.prefill.detach("decode-0")
     pair.prefill.attach(handle)
     return Made(
@@ -110,10 +112,27 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
         drawn=drawn,
         shaped=penalised,
         attached_again=pair.generate(PROMPTS[:2], greedy),
+        behind_cached=behind_cached,
         prompt_logprobs=[entry.logprob for entry in outcome.prompt_logprobs if entry is not None],
         refused=refused,
         num_bytes=result.handoff.num_bytes,
     )
+
+
+def token_behind_cached(pair: Pair, sampling: SamplingParams) -> int | None:
+    """Return the token after a prompt whose first page another prompt has filled."""
+    first = pair.item("first", PROMPTS[3], sampling)
+    pair.run_prefill([first])
+    size = pair.pool.page_size
+    second = pair.item("second", [*PROMPTS[3][:size], *PROMPTS[4]], sampling)
+    lease = replace(
+        second.lease,
+        page_ids=(first.lease.page_ids[0], *second.lease.page_ids[1:]),
+        shared_epochs=(first.lease.epoch,),
+    )
+    (outcome,) = pair.run_prefill([replace(second, lease=lease)]).outcomes
+    assert outcome.error_message is None
+    return outcome.token_id
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +156,7 @@ def test_groups_make_the_tokens_of_one_process(split: Split, folder: Path, alone
     assert made.drawn == alone.drawn
     assert made.shaped == alone.shaped
     assert made.attached_again == alone.attached_again
+    assert made.behind_cached == alone.behind_cached
     assert made.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
     assert made.refused == alone.refused == ["stale_lease", None]
     assert made.num_bytes == alone.num_bytes > 0
