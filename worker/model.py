@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.buckets import Bucket
@@ -31,14 +24,13 @@ from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
-from worker.parallel.group import ShardGroup
-from worker.parallel.plan import shard_layers
-from worker.parallel.weights import Checkpoint, Filler
+from worker.parallel.weights import fill_model
+
+if TYPE_CHECKING:
+    from worker.parallel.group import ShardGroup
 
 _LOG = logging.getLogger(__name__)
 _RECORDING_NAME = "purefill_recording"
-_DUMMY_SEED = 20_240_817
-"""All workers of a service must make the same random weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +278,16 @@ def _load(
     model: PreTrainedModel
     try:
         if source.load_format == "dummy" or group is not None:
-            model, num_parameters = _fill(source, config, dtype, group)
+            model, num_parameters = fill_model(
+                config,
+                dtype,
+                attention=ATTENTION_NAME,
+                device=source.device,
+                folder=None if source.load_format == "dummy" else source.folder,
+                name=source.name,
+                rank=0 if group is None else group.rank,
+                size=1 if group is None else group.size,
+            )
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 source.folder,
@@ -302,27 +303,6 @@ def _load(
         raise ConfigError(f"model {source.name} cannot be loaded: {reason}") from error
     model.eval()
     model.requires_grad_(False)
-    return model, num_parameters
-
-
-def _fill(
-    source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, group: ShardGroup | None
-) -> tuple[PreTrainedModel, int]:
-    """Do as `_load` without memory for more than this rank's part: with random weights, or those of the folder."""
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
-    num_parameters = model.num_parameters()
-    plan = shard_layers(model, size, source.name)
-    checkpoint = None
-    if source.load_format != "dummy":
-        checkpoint = Checkpoint(source.folder, source.name)
-        with suppress(OSError):  # A folder need not have one.
-            model.generation_config = GenerationConfig.from_pretrained(source.folder)
-    torch.manual_seed(_DUMMY_SEED)
-    Filler(model, plan, rank=rank, device=source.device, checkpoint=checkpoint).fill()
     return model, num_parameters
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -16,7 +17,9 @@ from graphs.runner import BucketReport
 from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from worker.model import Model, ModelSource, load_model
-from worker.parallel.group import ShardGroup
+
+if TYPE_CHECKING:
+    from worker.parallel.group import ShardGroup
 
 _LOG = logging.getLogger(__name__)
 CPU_PAGE_SIZE = 32

@@ -26,20 +26,40 @@ _context.set_forkserver_preload(["tests.support.ranks", "worker.decode"])
 
 def run_leader(function: Callable[..., Any], config: WorkerConfig, *arguments: Any) -> Any:
     """Return ``function(group, config, *arguments)`` of a process that is rank 0; the other ranks follow it."""
-    processes, meetings = [], []
-    for rank in range(1, config.tensor_parallel_size):
-        far_end, end = _context.Pipe(duplex=False)
-        processes.append(_start(_follow, config, far_end, rank))
-        meetings.append(end)
-    end, far_end = _context.Pipe(duplex=False)
-    processes.append(_start(_lead, far_end, config, meetings, function, arguments))
-    far_end.close()
+    processes, end = _start_all(function, config, arguments)
     try:
         return _receive(end)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def exits_of_followers(function: Callable[..., Any], config: WorkerConfig) -> list[int | None]:
+    """Let ``function(group, config)`` end the process of rank 0; return how the others end, None for one that stays."""
+    (leader, *followers), _ = _start_all(function, config, ())
+    leader.join()
+    codes = []
+    for follower in followers:
+        follower.join(_TIMEOUT_S)
+        codes.append(follower.exitcode)
+        follower.kill()
+    return codes
+
+
+def _start_all(
+    function: Callable[..., Any], config: WorkerConfig, arguments: tuple[Any, ...]
+) -> tuple[list[Any], Connection]:
+    """Start all ranks, rank 0 first; return them and where rank 0 says what the function returned."""
+    followers, meetings = [], []
+    for rank in range(1, config.tensor_parallel_size):
+        far_end, end = _context.Pipe(duplex=False)
+        followers.append(_start(_follow, config, far_end, rank))
+        meetings.append(end)
+    end, far_end = _context.Pipe(duplex=False)
+    leader = _start(_lead, far_end, config, meetings, function, arguments)
+    far_end.close()
+    return [leader, *followers], end
 
 
 def _start(target: Callable[..., None], *arguments: Any) -> Any:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,10 @@ from worker.handoff.base import Arrival, Handoff, Writing
 from worker.handoff.direct import DirectHandoff
 from worker.handoff.sender import Staging
 from worker.kv_pool import KVPool, KVSpec
-from worker.parallel.group import ShardGroup
 from worker.parallel.link import CopyPages
+
+if TYPE_CHECKING:
+    from worker.parallel.group import ShardGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,8 +131,19 @@ def follow(config: WorkerConfig, meeting: Meeting, rank: int) -> NoReturn:
     try:
         model = startup.load(config, group)
     except ConfigError:
-        # The leader finds the same, and says so before it goes.
-        connection.poll(_REFUSAL_TIMEOUT_S)
+        # The leader finds the same, says so, and is gone; unless something is wrong with this rank alone.
+        if _is_gone(connection):
+            os._exit(0)
         raise
     Follower(config, model, group, connection).run()
     os._exit(0)
+
+
+def _is_gone(connection: Connection) -> bool:
+    """Wait until the leader says or ends something; return whether that is the connection."""
+    if connection.poll(_REFUSAL_TIMEOUT_S):
+        try:
+            connection.recv()
+        except (EOFError, OSError):
+            return True
+    return False

@@ -8,20 +8,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from scheduler.errors import ConfigError
-from worker.parallel.plan import Cut, ShardPlan
+from worker.parallel.plan import Cut, ShardPlan, shard_layers
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SEED = 20_240_817
+"""All workers of a service must make the same random weights."""
+
+
+def fill_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    attention: str,
+    device: str,
+    folder: Path | None,
+    name: str,
+    rank: int,
+    size: int,
+) -> tuple[PreTrainedModel, int]:
+    """Make the part of a model that one of `size` ranks has, without memory for more, with the weights in a folder.
+
+    Without a folder they are random. Returns how many parameters the whole model has, too. Raises `ConfigError` if it
+    cannot be cut, or if the folder lacks a tensor.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    num_parameters = model.num_parameters()
+    plan = shard_layers(model, size, name)
+    checkpoint = None
+    if folder is not None:
+        checkpoint = Checkpoint(folder, name)
+        with suppress(OSError):  # A folder need not have one.
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    torch.manual_seed(_SEED)
+    Filler(model, plan, rank=rank, device=device, checkpoint=checkpoint).fill()
+    return model, num_parameters
 
 
 class Checkpoint:

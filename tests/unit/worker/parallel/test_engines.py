@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,13 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scheduler.errors import ConfigError
 from scheduler.messages import Lease, PoolHandle, SamplingParams, WorkerConfig
-from tests.support.ranks import run_leader
+from tests.support.ranks import exits_of_followers, run_leader
 from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, Pair, prompts_of
 from worker import startup
 from worker.engines import make_decode, make_pool, make_prefill
 from worker.model import Model
 from worker.parallel.group import ShardGroup
+from worker.parallel.link import MakePool, PrepareSteps
 
 PROMPTS = prompts_of(3, 30, 17, 50, 9)
 """The fourth is cut into chunks, and five do not fit into one pass."""
@@ -53,6 +56,7 @@ class Made:
     drawn: list[list[int]]
     shaped: list[list[int]]
     attached_again: list[list[int]]
+    behind_cached: int | None
     prompt_logprobs: list[float]
     refused: list[str | None]
     behind_cached: list[int | None]
@@ -113,6 +117,7 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
     drawn = pair.generate(PROMPTS, SamplingParams(max_tokens=8, seed=3, top_k=20))
     shaped = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.5)
     penalised = pair.generate(PROMPTS[:3], shaped)
+    behind_cached = token_behind_cached(pair, greedy)
     pair.prefill.detach("decode-0")
     pair.prefill.attach(handle)
     return Made(
@@ -120,11 +125,28 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
         drawn=drawn,
         shaped=penalised,
         attached_again=pair.generate(PROMPTS[:2], greedy),
+        behind_cached=behind_cached,
         prompt_logprobs=[entry.logprob for entry in outcome.prompt_logprobs if entry is not None],
         refused=refused,
         behind_cached=behind,
         num_bytes=result.handoff.num_bytes,
     )
+
+
+def token_behind_cached(pair: Pair, sampling: SamplingParams) -> int | None:
+    """Return the token after a prompt whose first page another prompt has filled."""
+    first = pair.item("first", PROMPTS[3], sampling)
+    pair.run_prefill([first])
+    size = pair.pool.page_size
+    second = pair.item("second", [*PROMPTS[3][:size], *PROMPTS[4]], sampling)
+    lease = replace(
+        second.lease,
+        page_ids=(first.lease.page_ids[0], *second.lease.page_ids[1:]),
+        shared_epochs=(first.lease.epoch,),
+    )
+    (outcome,) = pair.run_prefill([replace(second, lease=lease)]).outcomes
+    assert outcome.error_message is None
+    return outcome.token_id
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +174,29 @@ def test_groups_make_the_tokens_of_one_process(split: Split, folder: Path, alone
     assert made.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
     assert made.refused == alone.refused == ["stale_lease", None]
     assert made.num_bytes == alone.num_bytes > 0
+
+
+def die(group: ShardGroup, config: WorkerConfig) -> None:
+    """Leave the other rank alone in a step in which it waits for this one."""
+    startup.load(config, group)
+    assert group.leader is not None
+    group.leader.tell(MakePool(num_pages=4))
+    group.leader.replies()
+    group.leader.tell(PrepareSteps())
+    os._exit(1)
+
+
+def test_a_rank_ends_with_rank_0_whatever_it_waits_for(folder: Path) -> None:
+    (exit_code,) = exits_of_followers(die, worker_config(folder, 2))
+    assert exit_code is not None
+
+
+def refuse(group: ShardGroup, config: WorkerConfig) -> None:
+    """Do as a worker does: say why, and let the other ranks go."""
+    with pytest.raises(ConfigError, match="must divide the 2 KV heads"):
+        startup.load(config, group)
+    group.close()
+
+
+def test_all_ranks_end_quietly_when_a_model_is_refused(folder: Path) -> None:
+    assert exits_of_followers(refuse, worker_config(folder, 4)) == [0, 0, 0]
