@@ -59,8 +59,6 @@ class Made:
     behind_cached: int | None
     prompt_logprobs: list[float]
     refused: list[str | None]
-    behind_cached: list[int | None]
-    """First tokens of two prompts, the second in part in the pages of the first."""
     num_bytes: int
 
 
@@ -103,17 +101,6 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
     good = pair.item("good", PROMPTS[2], greedy)
     refused = [o.error_label for o in pair.run_prefill([stale, good]).outcomes]
     tokens = pair.generate(PROMPTS, greedy)
-    first = pair.item("first", PROMPTS[3], greedy)
-    second = pair.item("second", PROMPTS[3][32:] + PROMPTS[0], greedy)
-    sharing = replace(
-        second.lease,
-        page_ids=(first.lease.page_ids[0], *second.lease.page_ids),
-        shared_epochs=(first.lease.epoch,),
-    )
-    whole = replace(second.request, prompt_token_ids=(*PROMPTS[3], *PROMPTS[0]))
-    batches = ([first], [replace(second, lease=sharing, request=whole)])
-    behind = [pair.run_prefill(items).outcomes[0].token_id for items in batches]
-    assert not pair.pool.check([first.lease, sharing])
     drawn = pair.generate(PROMPTS, SamplingParams(max_tokens=8, seed=3, top_k=20))
     shaped = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.5)
     penalised = pair.generate(PROMPTS[:3], shaped)
@@ -128,7 +115,6 @@ def make_all(group: ShardGroup | None, config: WorkerConfig, split: Split) -> Ma
         behind_cached=behind_cached,
         prompt_logprobs=[entry.logprob for entry in outcome.prompt_logprobs if entry is not None],
         refused=refused,
-        behind_cached=behind,
         num_bytes=result.handoff.num_bytes,
     )
 
