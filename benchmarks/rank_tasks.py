@@ -8,7 +8,6 @@ import pickle
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -197,12 +196,12 @@ def hand_off(job: Job, _: ShardGroup | None) -> list[Row]:
     )
     page_size = startup.page_size(model)
     num_pages = 1 + 64 + largest // page_size
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "handle"
-        os.mkfifo(out)
-        spec = (model.kv_spec, num_pages, page_size)
-        owner = start(replace(job, task="pool", rank=1, pool=spec), str(out))
-        handle: PoolHandle = pickle.loads(out.read_bytes())
+    spec = (model.kv_spec, num_pages, page_size)
+    reading, writing = os.pipe()
+    owner = start(replace(job, task="pool", rank=1, pool=spec), str(writing), pass_fds=(writing,))
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        handle: PoolHandle = pickle.load(file)
     local = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=model.device)
     direct, by_message = ("shm", "gloo") if model.device.type == "cpu" else ("cuda_ipc", "nccl")
     rows, base_ms, content = [], {}, {}
@@ -248,13 +247,17 @@ def hand_off(job: Job, _: ShardGroup | None) -> list[Row]:
 
 
 def own_pool(job: Job, out: str) -> None:
-    """Be a decode worker that has pages, and nothing else, until the other process is gone."""
+    """Be a decode worker that has pages, and nothing else, until the other process is gone.
+
+    `out` is the descriptor to which its handle goes.
+    """
     assert job.pool is not None
     spec, count, page_size = job.pool
     device = torch.device(job.config.device)
     pool, handle = KVPool.create(spec, name=DECODE, num_pages=count, page_size=page_size, device=device)
     receiver = Receiver(pool, name=DECODE, host="127.0.0.1")
-    Path(out).write_bytes(pickle.dumps(replace(handle, endpoint=receiver.endpoint)))
+    with os.fdopen(int(out), "wb") as file:
+        pickle.dump(replace(handle, endpoint=receiver.endpoint), file)
     sys.stdin.buffer.read()
     # Threads that wait in torch would be in the way of an orderly end.
     os._exit(0)

@@ -74,30 +74,54 @@ def work(job: Job, out: str) -> Any:
     return tasks[job.task](job, group)
 
 
-def compare_logprobs(own: list[torch.Tensor], found: dict[str, Any], failures: list[str]) -> None:
-    """Print how far logprobs are from float32, and from those of one process."""
-    errors = {}
-    for name, entries in found.items():
-        differences = [
-            logprob - own[prompt][place, token].item()
-            for prompt, place, top in entries
-            for token, logprob in top
-        ]
-        errors[name] = statistics.fmean(d * d for d in differences) ** 0.5
-        print(f"  {name}: logprobs of the 20 likeliest differ from float32 by {errors[name]:.2e} (RMS)")
-    one, two = errors.values()
-    if not two <= max(1.5 * one, 1e-4):
-        failures.append(f"logprobs of the ranks err by {two:.2e}, of one process by {one:.2e}")
-
-
-def check_tokens(config: WorkerConfig, job: Job, ranks: int, failures: list[str]) -> None:
+def check_tokens(folder: Path, job: Job, ranks: int, failures: list[str]) -> None:
     """Compare greedy tokens of groups with those of one process."""
-    (expected,) = run(replace(job, task="check", config=replace(config, tensor_parallel_size=1))).values()
-    made = run(replace(job, task="check", config=replace(config, tensor_parallel_size=ranks)))
+    config = replace(
+        job.config,
+        model_folder=str(folder),
+        dtype="float32",
+        kv_memory_bytes=1 << 30,
+        capture_tokens=(128,),
+        max_num_seqs=4,
+    )
+    job = replace(job, task="check")
+    (expected,) = run(replace(job, config=config)).values()
+    made = run(replace(job, config=replace(config, tensor_parallel_size=ranks)))
     for name, tokens in made.items():
         print(f"  {name}: {'the same tokens' if tokens == expected else 'OTHER TOKENS'} in float32")
         if tokens != expected:
             failures.append(f"{name}: other tokens than one process")
+
+
+def compare_logprobs(job: Job, ranks: int, failures: list[str]) -> None:
+    """Print how far logprobs of one process and of ranks are from float32."""
+    own: list[torch.Tensor] = run(replace(job, task="reference"))
+    errors = {}
+    for size in (1, ranks):
+        config = replace(job.config, capture_tokens=(128,), max_num_seqs=8, tensor_parallel_size=size)
+        found = run(replace(job, task="logprobs", config=config))
+        differences = [
+            logprob - own[prompt][place, token].item()
+            for prompt, place, top in found
+            for token, logprob in top
+        ]
+        errors[size] = statistics.fmean(d * d for d in differences) ** 0.5
+        print(
+            f"  ranks: {size}; logprobs of the 20 likeliest differ from float32 by {errors[size]:.2e} (RMS)"
+        )
+    if not errors[ranks] <= max(1.5 * errors[1], 1e-4):
+        failures.append(
+            f"logprobs of the ranks err by {errors[ranks]:.2e}, of one process by {errors[1]:.2e}"
+        )
+
+
+def measure_ranks(name: str, job: Job, ranks: int, rows: list[Row]) -> None:
+    """Time one process, ranks, and ranks that say nothing to each other; append what each took to `rows`."""
+    for size, is_silent in ((1, False), (ranks, False), (ranks, True)):
+        config = replace(job.config, tensor_parallel_size=size)
+        found = run(replace(job, task="measure", config=config, is_silent=is_silent))
+        rows += [{"model": name, **row} for row in found]
+    print_measured(rows)
 
 
 def print_measured(rows: Sequence[Row]) -> None:
@@ -156,46 +180,34 @@ def make_config(name: str, folder: Path, args: argparse.Namespace) -> WorkerConf
 
 
 def bench_model(name: str, work_folder: Path, args: argparse.Namespace, failures: list[str]) -> list[Row]:
-    """Do the tasks with one model."""
+    """Do the tasks with one model, each whatever became of the others."""
     rows: list[Row] = []
     shape = write_shape(name, work_folder / "whole", num_layers=args.layers)
-    config = make_config(name, shape, args)
     job = Job(
         task="",
-        config=config,
+        config=make_config(name, shape, args),
         prefill_sizes=args.prefill_sizes,
         decode_sizes=args.decode_sizes,
         steps=args.steps,
         repeats=args.repeats,
+        time_limit_s=args.time_limit_s,
     )
-    if "check" in args.tasks:
-        few = write_shape(name, work_folder / "few", num_layers=CHECK_LAYERS)
-        small = replace(
-            config, model_folder=str(few), dtype="float32", kv_memory_bytes=1 << 30, capture_tokens=(128,)
-        )
-        check_tokens(replace(small, max_num_seqs=4), job, args.ranks, failures)
-    if "measure" in args.tasks:
-        for ranks, is_silent in ((1, False), (args.ranks, False), (args.ranks, True)):
-            one = replace(config, tensor_parallel_size=ranks)
-            rows += [
-                {"model": name, **row}
-                for row in run(replace(job, task="measure", config=one, is_silent=is_silent))
-            ]
-        print_measured(rows)
-    if "logits" in args.tasks:
-        own = run(replace(job, task="reference"))
-        short = replace(config, capture_tokens=(128,), max_num_seqs=8)
-        found = {
-            f"{ranks} process{'es' if ranks > 1 else ''}": run(
-                replace(job, task="logprobs", config=replace(short, tensor_parallel_size=ranks))
-            )
-            for ranks in (1, args.ranks)
-        }
-        compare_logprobs(own, found, failures)
-    if "handoff" in args.tasks:
-        handoffs = run(replace(job, task="handoff"))
-        rows += [{"model": name, **row} for row in handoffs]
-        print_handoffs(handoffs)
+    for task in args.tasks:
+        try:
+            if task == "check":
+                few = write_shape(name, work_folder / "few", num_layers=CHECK_LAYERS)
+                check_tokens(few, job, args.ranks, failures)
+            elif task == "logits":
+                compare_logprobs(job, args.ranks, failures)
+            elif task == "measure":
+                measure_ranks(name, job, args.ranks, rows)
+            else:
+                handoffs = run(replace(job, task="handoff"))
+                rows += [{"model": name, **row} for row in handoffs]
+                print_handoffs(handoffs)
+        except RuntimeError as error:
+            failures.append(f"{name} {task}: {error}")
+        sys.stdout.flush()
     return rows
 
 
@@ -215,6 +227,7 @@ def main() -> int:
     parser.add_argument("--decode-sizes", nargs="+", default=["8x1024", "64x1024"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--time-limit-s", type=float, default=400.0, help="give a task up after so long")
     parser.add_argument("--compile-cache", default=str(Path.home() / ".cache/purefill/compiled"))
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--job", help=argparse.SUPPRESS)
