@@ -51,8 +51,12 @@ class PrefixCache:
         """Pages that were taken from blocks so far."""
         return self._index.num_evicted * self.pages_per_block
 
-    def match(self, digests: Sequence[bytes], most: int) -> Match:
+    def count(self, digests: Sequence[bytes], most: int) -> int:
         """Return how many of a sequence's first blocks are here, `most` at most."""
+        return self._index.count(digests, most)
+
+    def match(self, digests: Sequence[bytes], most: int) -> Match:
+        """Return the same, and how many of them leases hold."""
         return self._index.match(digests, most)
 
     def hold(self, digests: Sequence[bytes], most: int) -> list[Block]:

@@ -2,7 +2,7 @@
 
 A sequence's digests are a chain: the root covers the model and the `cache_salt` of the request, and each block's
 digest the digest before it and the block's tokens. ApiServers compute those of prompts, so that the scheduler
-only looks them up. Digests are the first 16 bytes of SHA-256, which processors have instructions for.
+only looks them up. They are SHA-256, which processors have instructions for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 BLOCK_TOKENS = 64
 """Tokens of a block. A multiple of the page size; smaller ones cost more to hash than they save."""
-DIGEST_BYTES = 16
+DIGEST_BYTES = 32
 
 
 def prefix_of(token_ids: Sequence[int], *, model: str, cache_salt: str) -> bytes:
@@ -28,8 +28,7 @@ def chain_digests(before: bytes, token_ids: Sequence[int], block_tokens: int) ->
     data = _packer(len(token_ids)).pack(*token_ids)
     size, sha256, digest = 4 * block_tokens, hashlib.sha256, before
     return [
-        digest := sha256(digest + data[end - size : end]).digest()[:DIGEST_BYTES]
-        for end in range(size, len(data) + 1, size)
+        digest := sha256(digest + data[end - size : end]).digest() for end in range(size, len(data) + 1, size)
     ]
 
 
@@ -42,9 +41,9 @@ class BlockChain:
         """`prefix` is that of the request."""
         self._block_tokens = block_tokens
         self._root = prefix[:DIGEST_BYTES]
-        self.digests = [
-            prefix[start : start + DIGEST_BYTES] for start in range(DIGEST_BYTES, len(prefix), DIGEST_BYTES)
-        ]
+        self.digests: list[bytes] = list(
+            _splitter(len(prefix) // DIGEST_BYTES - 1).unpack_from(prefix, DIGEST_BYTES)
+        )
         """Of the blocks so far, in order."""
         self.next_end = 0
         """How many tokens the sequence has at the end of the block after those."""
@@ -78,7 +77,12 @@ class BlockChain:
 def _root(model: str, cache_salt: str) -> bytes:
     # The length of the first says where the second begins.
     text = f"{len(model)}:{model}{cache_salt}"
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:DIGEST_BYTES]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+@lru_cache(maxsize=128)
+def _splitter(count: int) -> struct.Struct:
+    return struct.Struct(f"{DIGEST_BYTES}s" * count)
 
 
 @lru_cache(maxsize=1024)

@@ -83,15 +83,20 @@ class PrefixIndex:
         """Pages of the blocks that may be evicted."""
         return len(self._unused) * self.pages_per_block
 
-    def match(self, digests: Sequence[bytes], most: int) -> Match:
+    def count(self, digests: Sequence[bytes], most: int) -> int:
         """Return how many of a sequence's first blocks are here, `most` at most."""
         if not most or digests[0] not in self._blocks:
-            return _NO_MATCH
+            return 0
         blocks = list(map(self._blocks.get, digests[:most]))
-        num_blocks = blocks.index(None) if None in blocks else len(blocks)
-        return Match(
-            num_blocks, len([1 for block in blocks[:num_blocks] if block is not None and block.num_users])
-        )
+        return blocks.index(None) if None in blocks else len(blocks)
+
+    def match(self, digests: Sequence[bytes], most: int) -> Match:
+        """Return the same, and how many of them leases hold."""
+        num_blocks = self.count(digests, most)
+        if not num_blocks:
+            return _NO_MATCH
+        blocks = map(self._blocks.__getitem__, digests[:num_blocks])
+        return Match(num_blocks, len([1 for block in blocks if block.num_users]))
 
     def hold(self, digests: Sequence[bytes], most: int) -> list[Block]:
         """Give those blocks to a lease, which drops them when it ends."""

@@ -58,8 +58,7 @@ class PrefixRouter:
     def _num_cached(self, pool: DecodePool, entry: LiveRequest) -> int:
         if entry.chain is None:
             return 0
-        match = pool.ledger.cache.match(entry.chain.digests, entry.num_usable_blocks)
-        return match.num_blocks * self._block_tokens
+        return pool.ledger.cache.count(entry.chain.digests, entry.num_usable_blocks) * self._block_tokens
 
     def _score(self, pool: DecodePool, emptiest: DecodePool, entry: LiveRequest) -> float:
         """Return the share of a request's tokens that is cached in a pool, less the share of its pages it lacks."""
