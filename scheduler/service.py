@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
-from scheduler.actor import Scheduler, SchedulerConfig
-from scheduler.api.app import AppSettings
-from scheduler.api.auth import key_digest
-from scheduler.api.connections import ConnectionLimits
-from scheduler.api.server import ApiServer, ApiServerConfig
+from scheduler.actor import Scheduler
+from scheduler.actor_settings import api_server_config, scheduler_config, worker_template
+from scheduler.api.server import ApiServer
 from scheduler.cluster import end_orphans, living_nodes, on_this_node, wait_for_places
 from scheduler.config import ServeConfig
-from scheduler.core import QueueLimits
 from scheduler.errors import ConfigError
-from scheduler.gpus import plan_gpus
+from scheduler.gpus import GpuPlan, plan_gpus
 from scheduler.groups import RankPlan, place_groups, plan_groups
 from scheduler.host import StopSignal, reserved_port, signals_held, stop_on_signals
-from scheduler.journal.settings import JournalConfig
-from scheduler.messages import (
-    RAY_NAMESPACE,
-    SCHEDULER_NAME,
-    DecodeWorkerInfo,
-    PrefillWorkerInfo,
-    WorkerConfig,
-)
-from scheduler.models import ModelFolder, cache_folder, resolve_model
+from scheduler.messages import RAY_NAMESPACE, SCHEDULER_NAME
+from scheduler.models import ModelFolder, resolve_model
 from scheduler.observe.logs import relay_actor_logs, say_on_stderr
 from scheduler.observe.traces import check_installed
+from scheduler.running import RunningService, print_summary
 from scheduler.simulate.calibrate import Client
 from scheduler.simulate.measured import measure, write_costs
 from scheduler.supervisor import Supervisor
@@ -55,20 +41,6 @@ _STOP_TIMEOUT_S = 5.0
 
 _SIGNAL_CHECK_S = 0.2
 """A signal waits at most this long for its handler to run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningService:
-    """A service that is up."""
-
-    url: str
-    dashboard_url: str | None
-    decode: tuple[DecodeWorkerInfo, ...]
-    prefill: tuple[PrefillWorkerInfo, ...]
-    scheduler: Any
-    """Its actor."""
-    api_servers: tuple[Any, ...]
-    """Their actors."""
 
 
 def run_service(config: ServeConfig) -> int:
@@ -92,7 +64,7 @@ def run_service(config: ServeConfig) -> int:
                 with start_service(config, folder) as service:
                     if config.write_cost_model is not None:
                         _write_cost_model(Path(config.write_cost_model), config, service)
-                    _print_summary(config, folder, service, time.perf_counter() - started)
+                    print_summary(config, service, time.perf_counter() - started)
                     supervisor = Supervisor(
                         service.scheduler, service.api_servers, hang_s=config.watchdog_timeout_s, say=_say
                     )
@@ -238,7 +210,11 @@ def _start_actors(
         pinned = on_this_node()
     num_gpus = _num_usable_gpus(config)
     ranks = plan_groups(config, num_gpus, num_nodes=len(living_nodes()))
-    template = _worker_template(config, folder, num_gpus, ranks)
+    resources: dict[WorkerKind, dict[str, float]] = {}
+    if config.prefill_resources:
+        resources = {"prefill": config.prefill_resources, "decode": config.decode_resources}
+        wait_for_places({"prefill": config.prefill_workers, "decode": config.decode_workers}, resources, _say)
+    template = worker_template(config, folder, resources, _plan_gpus(config, num_gpus, ranks))
     places = _places(config, template, ranks)
     decode_actors = _create_workers("decode", config.decode_workers, template, places, actors)
     prefill_actors = _create_workers("prefill", config.prefill_workers, template, places, actors)
@@ -258,22 +234,7 @@ def _start_actors(
         Scheduler,
         SCHEDULER_NAME,
         actors,
-        SchedulerConfig(
-            batch_policy=config.batch_policy,
-            max_batch_requests=config.max_batch_requests,
-            batch_timeout_s=config.batch_timeout_ms / 1000,
-            max_batch_tokens=config.max_batch_tokens,
-            queue_limits=QueueLimits(
-                max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
-            ),
-            worker_template=template,
-            watchdog_timeout_s=config.watchdog_timeout_s,
-            # Actors may have another working directory.
-            request_log=config.request_log and str(Path(config.request_log).resolve()),
-            log_level=config.log_level,
-            log_format=config.log_format,
-            model=decode[0].model.name,
-        ),
+        scheduler_config(config, template, decode[0].model.name),
         max_restarts=-1,
         **pinned,
     )
@@ -283,7 +244,7 @@ def _start_actors(
             ApiServer,
             f"api-{i}",
             actors,
-            _api_config(config, folder, decode[0], f"api-{i}"),
+            api_server_config(config, folder, decode[0].model, f"api-{i}"),
             max_restarts=-1,
             **pinned,
         )
@@ -309,6 +270,15 @@ def _num_usable_gpus(config: ServeConfig) -> int:
     if num_gpus == 0 and config.device == "cuda":
         raise ConfigError("device must be cpu or auto, Ray sees no free GPU here, got cuda")
     return num_gpus
+
+
+def _plan_gpus(config: ServeConfig, num_gpus: int, ranks: RankPlan | None) -> GpuPlan | None:
+    """Return how the workers share the GPUs, None if they run on CPUs."""
+    if num_gpus == 0:
+        return None
+    if ranks is not None:
+        return ranks.gpus
+    return plan_gpus(num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
 
 
 def _num_free_gpus() -> int:
@@ -351,101 +321,6 @@ def _places(
     return {name: {"scheduling_strategy": strategy} for name, strategy in strategies.items()}
 
 
-def _worker_template(
-    config: ServeConfig, folder: ModelFolder, num_gpus: int, ranks: RankPlan | None
-) -> WorkerTemplate:
-    resources: dict[WorkerKind, dict[str, float]] = {}
-    if config.prefill_resources:
-        resources = {"prefill": config.prefill_resources, "decode": config.decode_resources}
-        wait_for_places({"prefill": config.prefill_workers, "decode": config.decode_workers}, resources, _say)
-    graphs, gpus = config.graph_config, None
-    if num_gpus:
-        gpus = plan_gpus(
-            num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers
-        )
-        gpus = gpus if ranks is None else ranks.gpus
-    worker = WorkerConfig(
-        name="",
-        model_name=folder.name,
-        model_folder=str(folder.path),
-        dtype=config.dtype,
-        device="cpu" if gpus is None else "cuda",
-        load_format=config.load_format,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_memory_bytes=config.kv_memory,
-        capture_tokens=graphs.capture_tokens,
-        max_capture_tokens=config.max_capture_tokens,
-        capture_slots=graphs.capture_slots or (config.max_batch_requests,),
-        use_graphs=graphs.use_cudagraph,
-        compile_cache_folder=str(cache_folder() / "compiled"),
-        num_threads=os.cpu_count() or 1,
-        workers_per_device=1 if gpus is None else gpus.workers_per_gpu,
-        pools_per_device=1 if gpus is None else gpus.pools_per_gpu,
-        handoff_transport=config.handoff_transport,
-        takes_remote_pages=_takes_remote_pages(config),
-        # With a GPU each, prefill is in nobody's way.
-        decode_share=config.decode_share if gpus is None or gpus.workers_per_gpu > 1 else 0.0,
-        prefill_tensor_parallel_size=config.num_ranks["prefill"],
-    )
-    return WorkerTemplate(
-        config=worker,
-        num_gpus=0.0 if gpus is None else gpus.gpus_per_worker,
-        num_ranks=config.num_ranks,
-        resources=resources,
-    )
-
-
-def _takes_remote_pages(config: ServeConfig) -> Literal["no", "loopback", "node"]:
-    if max(config.num_ranks.values()) > 1:
-        return "no"
-    if config.ray_address:
-        return "node"  # A cluster may get further hosts at any time.
-    return "loopback" if config.handoff_transport in ("gloo", "nccl") else "no"
-
-
-def _api_config(
-    config: ServeConfig, folder: ModelFolder, decode: DecodeWorkerInfo, name: str
-) -> ApiServerConfig:
-    return ApiServerConfig(
-        name=name,
-        host=config.host,
-        port=config.port,
-        model_folder=str(folder.path),
-        model=decode.model,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        settings=AppSettings(
-            model_names=(decode.model.name,),
-            # What goes to actors, Ray keeps: no key is in it.
-            api_keys=tuple(map(key_digest, config.api_key)),
-            max_body_bytes=config.max_body_size,
-            client_timeout_s=config.client_timeout_s,
-            max_concurrent_requests=config.max_concurrent_requests,
-            request_timeout_s=config.request_timeout_s,
-            cors_origins=config.cors_origin,
-            log_prompts=config.log_prompts,
-            prefix_cache=config.prefix_cache,
-            serves_metrics=config.metrics_port is None,
-        ),
-        connections=ConnectionLimits(
-            max_connections=config.max_connections,
-            max_head_bytes=config.max_header_size,
-            client_timeout_s=config.client_timeout_s,
-        ),
-        # Actors may have another working directory.
-        tls_cert_file=config.tls_cert_file and str(Path(config.tls_cert_file).resolve()),
-        tls_key_file=config.tls_key_file and str(Path(config.tls_key_file).resolve()),
-        journal=JournalConfig(
-            url=config.journal, ttl_s=config.journal_ttl_s, on_failure=config.journal_on_failure
-        ),
-        log_level=config.log_level,
-        log_format=config.log_format,
-        metrics_port=config.metrics_port,
-        otlp_endpoint=config.otlp_endpoint,
-    )
-
-
 def _get(refs: list[Any]) -> list[Any]:
     """Wait for actors' answers. Raises the `ConfigError` of the first that refuses, without Ray's traceback."""
     import ray
@@ -482,56 +357,3 @@ def _stop_actors(actors: list[Any]) -> None:
 
 def _say(line: str) -> None:
     _LOG.info(line)
-
-
-def _graphs(info: PrefillWorkerInfo) -> str:
-    return "CUDA graphs and static buffers" if info.uses_cuda_graphs else "static buffers"
-
-
-def _transports(service: RunningService) -> str:
-    """Return how pages travel, and where more ways than one, how many pairs of workers use each."""
-    ways = Counter(way for info in service.prefill for way in info.transports.values())
-    return next(iter(ways)) if len(ways) == 1 else ", ".join(f"{way} ({n} pairs)" for way, n in ways.items())
-
-
-def _of_ranks(num_ranks: int) -> str:
-    return f" of {num_ranks} ranks" if num_ranks > 1 else ""
-
-
-def _with_port(url: str, port: int | None) -> str:
-    return url if port is None else f"{url.rpartition(':')[0]}:{port}"
-
-
-def _print_summary(config: ServeConfig, folder: ModelFolder, service: RunningService, seconds: float) -> None:
-    """Print what runs, in a few lines."""
-    decode, prefill = service.decode[0], service.prefill[0]
-    model, pool = decode.model, decode.pool
-    pool_bytes = pool.size_bytes * (1 + len(pool.shards))
-    tokens = sorted({int(name.split("x")[0]) for name in prefill.buckets})
-    slots = sorted({int(name.split("x")[1]) for name in prefill.buckets})
-    mib, ranks = 1024 * 1024, config.num_ranks
-    unit = "rank" if ranks["decode"] > 1 else "worker"
-    rows = {
-        "model": f"{model.name}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype} on "
-        f"{decode.device}, {decode.weights_bytes / mib:.0f} MiB per decode {unit}, context {model.max_model_len}",
-        "batches": f"{config.batch_policy}, {config.max_batch_requests} requests or {config.batch_timeout_ms:g} ms",
-        "buckets": f"{' '.join(map(str, tokens))} tokens x {' '.join(map(str, slots))} slots, "
-        f"{prefill.graph_bytes / mib:.1f} MiB of {_graphs(prefill)}, warm in {prefill.warmup_seconds:.1f} s",
-        "KV pages": f"{pool.num_pages - 1} of {pool.page_size} tokens per decode worker, "
-        f"{pool_bytes / mib:.0f} MiB by {_transports(service)}, at most {decode.max_num_seqs} sequences",
-        "actors": f"{config.api_servers} ApiServer, 1 Scheduler, {len(service.prefill)} PrefillWorker"
-        f"{_of_ranks(ranks['prefill'])}, {len(service.decode)} DecodeWorker{_of_ranks(ranks['decode'])}",
-        "API": f"{service.url}/v1/completions",
-        "metrics": f"{_with_port(service.url, config.metrics_port)}/metrics",
-        # Ray asks for the token of its cluster, which a browser does not have yet.
-        "dashboard": f"{service.dashboard_url} (token: ray get-auth-token)"
-        if service.dashboard_url
-        else "none",
-    }
-    ready = f"version {version('purefill')} is ready after {seconds:.1f} s"
-    if config.log_format == "json":
-        _LOG.info(ready, extra={"fields": rows})
-        return
-    _say(ready)
-    for name, value in rows.items():
-        print(f"  {name:<10}{value}", file=sys.stderr, flush=True)
