@@ -252,7 +252,9 @@ class SchedulerCore:
         for entry in own:
             self._book.tell(entry, RequestCancelledError.label, "the request was cancelled")
             self.cancel(entry.request.request_id, now)
-        return AbortReply(num_sequences=len(own), num_foreign=len(entries) - len(own))
+        return AbortReply(
+            num_sequences=len(own), num_foreign=len(entries) - len(own), queue=self.queue_state(now)
+        )
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached blocks of tokens, and return how many they were. What runs is not disturbed."""

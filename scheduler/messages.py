@@ -149,6 +149,8 @@ class AbortReply:
     num_sequences: int
     num_foreign: int
     """Sequences of that completion id which it left alone, as they belong to another API key."""
+    queue: QueueState
+    """What waits now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,6 +160,8 @@ class SchedulerClient:
         Raises PermissionDeniedError if it belongs to another key, and UnavailableError.
         """
         reply: AbortReply = await self._answer(self._scheduler.abort.remote(completion_id, key_digest))
+        # There may be room now, where what was last said of the queue left none.
+        self._admission.update(reply.queue, time.monotonic())
         if reply.num_foreign and not reply.num_sequences:
             raise PermissionDeniedError(
                 f"request {completion_id} was sent with another API key", param="completion_id"

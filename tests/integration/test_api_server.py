@@ -141,7 +141,9 @@ class ScriptedScheduler:
 
     async def abort(self, completion_id: str, key_digest: str) -> AbortReply:
         return AbortReply(
-            num_sequences=int(completion_id == "mine"), num_foreign=int(completion_id == "theirs")
+            num_sequences=int(completion_id == "mine"),
+            num_foreign=int(completion_id == "theirs"),
+            queue=QueueState(),
         )
 
     async def load(self) -> ServiceLoad:

@@ -925,8 +925,11 @@ def test_a_completion_is_aborted_with_its_own_key_only() -> None:
             completion_id="mine",
         )
         assert core.submit([request], 0.0) is None
-    assert core.abort("mine", "key", 0.0) == AbortReply(num_sequences=0, num_foreign=3)
-    assert core.abort("mine", "key-a", 0.0) == AbortReply(num_sequences=2, num_foreign=1)
+    waits = core.queue_state(0.0)
+    assert waits.num_requests == 3
+    assert core.abort("mine", "key", 0.0) == AbortReply(num_sequences=0, num_foreign=3, queue=waits)
+    reply = core.abort("mine", "key-a", 0.0)
+    assert (reply.num_sequences, reply.num_foreign, reply.queue.num_requests) == (2, 1, 1)
     (told,) = core.tick(0.0)
     assert isinstance(told, SendEvents)
     assert [event.request_id for event in told.events.events] == ["a0", "a1"]
