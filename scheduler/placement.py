@@ -89,7 +89,7 @@ class PrefillPlacement:
     nothing is: others might come that should join it, or go before it.
     """
 
-    def __init__(self, *, max_batches: int = 1, lead_s: float = 0.002, full_lead_s: float = 0.05) -> None:
+    def __init__(self, *, max_batches: int = 1, lead_s: float = 0.001, full_lead_s: float = 0.01) -> None:
         """`max_batches` is how many batches a worker may have in flight."""
         if max_batches < 1:
             raise ValueError(f"max_batches must be >= 1, got {max_batches}")

@@ -13,13 +13,16 @@ export OMP_WAIT_POLICY=passive
 if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" "$@"
 fi
-# Tests of a running service wait most of the time: the others run meanwhile, and are shown afterwards.
+# Tests of a running service wait most of the time, so two runs share the cores: one of the tests that share a service,
+# and one of all others, which is shown afterwards. Those of the death of processes come last: least is beside them then.
+own=(tests/integration/test_{api_server,cost_model,decode_pools,tensor_parallel,recovery,chaos}.py)
 log=$(mktemp)
-python -m pytest -m "not gpu" tests/unit tests/conformance > "$log" 2>&1 &
+python -m pytest -m "not gpu" --durations=10 tests/unit tests/conformance "${own[@]}" > "$log" 2>&1 &
 others=$!
 trap 'kill "$others" 2> /dev/null || true; rm -f "$log"' EXIT
 status=0
-python -m pytest -m "not gpu" --durations=10 tests/integration || status=$?
+python -m pytest -m "not gpu" --durations=10 tests/integration/test_tokens.py tests/integration "${own[@]/#/--ignore=}" \
+    || status=$?
 wait "$others" || status=$?
 cat "$log"
 exit "$status"
