@@ -50,6 +50,11 @@ def test_a_worker_that_cannot_say_what_became_of_pages_is_started_again(
 ) -> None:
     """It lives, so it may still write into pages that are about to be given to others."""
     restarted: list[str] = []
+    was_restarted = asyncio.Event()
+
+    def restart(name: str) -> None:
+        restarted.append(name)
+        was_restarted.set()
 
     async def call(self: Actors, name: str, method: str, *args: Any) -> Any:
         if method == "prefill":
@@ -71,14 +76,13 @@ def test_a_worker_that_cannot_say_what_became_of_pages_is_started_again(
         )
         reply = await scheduler.submit(((request,),))
         assert reply.rejections == (None,)
-        while not restarted:
-            await asyncio.sleep(0)
+        await was_restarted.wait()
         await scheduler.stop()
 
     monkeypatch.setattr(Actors, "call", call)
     monkeypatch.setattr(Actors, "forget", lambda self, name: None)
     monkeypatch.setattr(fleet_module, "_actor", not_found)
-    monkeypatch.setattr(actor_module, "restart", restarted.append)
+    monkeypatch.setattr(actor_module, "restart", restart)
     monkeypatch.setattr(actor_module, "serve_actor", lambda *args: None)
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert restarted == ["prefill-0"]

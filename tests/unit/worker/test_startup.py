@@ -10,7 +10,14 @@ from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
 from worker.model import Model
-from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder, choose_num_pages, page_size, steady_count
+from worker.startup import (
+    choose_cuda_kv_bytes,
+    choose_device,
+    choose_ladder,
+    choose_num_pages,
+    page_size,
+    steady_count,
+)
 
 CONFIG = WorkerConfig(
     name="prefill-0",
