@@ -333,8 +333,13 @@ class Scheduler:
         worker = result.worker
         try:
             handoff = await self._actors.call(worker, "handed_off", result.batch_id)
-        except RayError as error:
+        except RayActorError as error:
             _LOG.error("%s died with the pages of batch %d: %s", worker, result.batch_id, cause(error))
+            self._crew.lost(worker, run_id)
+        except RayError as error:
+            # It lives, and may compute a batch whose pages are given to others as soon as it counts as lost.
+            _LOG.exception("the pages of batch %d: %s failed: %s", result.batch_id, worker, cause(error))
+            restart(worker)
             self._crew.lost(worker, run_id)
         else:
             if self._crew.run_of(worker) == run_id:

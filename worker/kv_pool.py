@@ -234,8 +234,9 @@ class KVPool:
 
     def fence(self, epoch: int) -> None:
         """Refuse all leases that are older than this epoch, in every process that has the pool."""
+        own = self._epochs[_SCRATCH_PAGE + 1 :]  # What stands at the scratch page is `num_running`.
         with self._lock:
-            np.maximum(self._epochs, epoch, out=self._epochs)
+            np.maximum(own, epoch, out=own)
 
     def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
         """Return the errors of leases, by place, of which an own page was not last claimed under exactly their epoch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -66,7 +67,10 @@ class PrefillPipeline:
         """`fail` is called with an error after which the process cannot go on."""
         self._steps = steps
         self._fail = fail
-        self._inbox: queue.SimpleQueue[_Batch | _Call] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Batch | _Call | None] = queue.SimpleQueue()
+        """None: look at those that failed."""
+        self._failed: deque[_Batch] = deque()
+        """Batches of which the result could not be had. They come before all that is in the inbox."""
         self._under_way: queue.SimpleQueue[_UnderWay] = queue.SimpleQueue()
         self._num_under_way = 0
         self._taken = threading.Condition()
@@ -94,18 +98,30 @@ class PrefillPipeline:
     def _start_all(self) -> None:
         while True:
             job = self._inbox.get()
-            if isinstance(job, _Call):
-                self.wait_until_idle()
-                _resolve(job)
-                continue
-            try:
-                started = self._start(job)
-            except Exception as error:
-                self._fail(error)
+            if job is None:
+                self._start_failed()
+            elif isinstance(job, _Batch):
+                self._start_one(job)
             else:
-                with self._taken:
-                    self._num_under_way += 1
-                self._under_way.put(_UnderWay(job=job, started=started))
+                self.wait_until_idle()
+                while self._failed:
+                    self._start_failed()
+                    self.wait_until_idle()
+                _resolve(job)
+
+    def _start_failed(self) -> None:
+        while self._failed:
+            self._start_one(self._failed.popleft())
+
+    def _start_one(self, job: _Batch) -> None:
+        try:
+            started = self._start(job)
+        except Exception as error:
+            self._fail(error)
+        else:
+            with self._taken:
+                self._num_under_way += 1
+            self._under_way.put(_UnderWay(job=job, started=started))
 
     def _start(self, job: _Batch) -> Started:
         error = job.error
@@ -132,8 +148,10 @@ class PrefillPipeline:
         try:
             result = started.result()
         except Exception as error:
+            self._failed.append(_Batch(batch=job.batch, answer=job.answer, came_at=job.came_at, error=error))
+            # Not earlier: a call that waits for what came before it waits for this one, too.
             self._is_taken()
-            self._inbox.put(_Batch(batch=job.batch, answer=job.answer, came_at=job.came_at, error=error))
+            self._inbox.put(None)
             return
         begun_at, self._done_at = max(job.came_at, self._done_at), time.perf_counter()
         answer = self._steps.finish(

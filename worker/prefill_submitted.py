@@ -118,7 +118,9 @@ class SubmittedPrefill:
             handoff=None if is_pending else arriving.result(),
             handoff_pending=is_pending,
             num_query_tokens=sum(
-                item.request.num_prefill_tokens for item in self.batch.items if item.request.prefix
+                item.request.num_prefill_tokens
+                for item in self.batch.items
+                if item.request.prefix and not item.request.reports_prompt
             ),
         )
 

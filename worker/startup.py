@@ -138,7 +138,11 @@ def choose_num_pages(model: Model, config: WorkerConfig) -> int:
             size_bytes = min(wanted, 1 << 30, _available_memory() // 4)
     num_pages = size_bytes // page_bytes
     if num_pages < 2:
-        raise ConfigError(f"kv_memory must be >= {2 * page_bytes} bytes, two pages, got {size_bytes}")
+        ranks = config.tensor_parallel_size
+        raise ConfigError(
+            f"kv_memory must be >= {2 * page_bytes * ranks} bytes, two pages"
+            f"{f' of {ranks} ranks' if ranks > 1 else ''}, got {config.kv_memory_bytes or size_bytes * ranks}"
+        )
     return num_pages
 
 

@@ -56,6 +56,7 @@ class SendHandoff:
         self.max_pages = staging.num_pages
         self._channel: Channel | None = join(endpoint, self.pool.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handoff")
+        self._is_closed = False
 
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
         """Take pages of our own; wait until there are enough. Whether a lease is stale shows at the other end.
@@ -75,8 +76,10 @@ class SendHandoff:
         return self._thread.submit(self._hand_over, writing)
 
     def close(self) -> None:
-        """Forget the connection once the writing under way has been sent or has failed."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Forget the connection once the writing under way has been sent or has failed. Those behind it fail."""
+        self._is_closed = True
+        # They are not cancelled: each gives its pages back, and somebody waits for what became of it.
+        self._thread.shutdown(wait=False)
 
     def _hand_over(self, writing: Writing) -> Arrival:
         started = time.perf_counter()
@@ -103,7 +106,7 @@ class SendHandoff:
         twice is the same.
         """
         channel, self._channel = self._channel, None
-        if channel is not None:
+        if channel is not None and not self._is_closed:
             try:
                 refused = self._send(channel, writing, pages)
             except HandoffError as error:
@@ -111,6 +114,8 @@ class SendHandoff:
             else:
                 self._channel = channel
                 return refused
+        if self._is_closed:
+            raise HandoffError(f"the connection to {self._endpoint} was closed")
         channel = join(self._endpoint, self.pool.device)
         refused = self._send(channel, writing, pages)
         self._channel = channel

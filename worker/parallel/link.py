@@ -156,6 +156,9 @@ class Leader:
 
         Raises `ConfigError` if they do not come.
         """
+        # Here, since it imports Ray, which engines of one process do without.
+        from scheduler.wire.address import has_our_user
+
         self._socket.settimeout(_ACCEPT_TIMEOUT_S)
         while len(self._connections) < num_followers:
             try:
@@ -166,6 +169,9 @@ class Leader:
                     f"tensor_parallel_size: {num_missing} of {num_followers} other ranks did not start "
                     f"within {_ACCEPT_TIMEOUT_S:g} s: is there a GPU for each?"
                 ) from error
+            if not has_our_user(accepted):
+                accepted.close()  # It might say nothing, and be waited for without end.
+                continue
             connection = Connection(accepted.detach())
             try:
                 deliver_challenge(connection, self.meeting.key)

@@ -80,3 +80,11 @@ def test_shared_pages_are_read_under_the_epoch_in_which_they_were_written() -> N
     assert pool.check([replace(again, page_ids=(4,), shared_epochs=())]), (
         "nothing of a refused lease is claimed"
     )
+
+
+def test_a_fence_refuses_older_leases_and_leaves_alone_how_many_sequences_run() -> None:
+    pool, _ = KVPool.create(SPEC, name="decode-0", num_pages=6, page_size=4)
+    pool.num_running = 3
+    pool.fence(9)
+    assert list(pool.claim([lease(8, 1), lease(10, 2)])) == [0]
+    assert pool.num_running == 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -142,6 +144,29 @@ def test_a_batch_that_fails_is_computed_again_with_nothing_else_under_way() -> N
     second.ends.set()
     assert [answer.result(60).batch_id for answer in answers] == [1, 2]
     assert device.log == ["begin 1", "begin 2", "finish 2", "recover 1", "finish 1"]
+
+
+def test_a_call_waits_for_a_batch_before_it_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that takes over gives pages to others once such a call is back."""
+    is_called = threading.Event()
+
+    class Noting(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            is_called.set()
+            return super().result(timeout)
+
+    monkeypatch.setattr("worker.prefill_pipeline.Future", Noting)
+    device = Device(1)
+    pipeline = pipeline_of(device)
+    answer = pipeline.submit(batch(1))
+    started = device.next()
+    caller = threading.Thread(target=pipeline.call, args=(lambda: device.log.append("call"),))
+    caller.start()
+    assert is_called.wait(60)
+    started.ends.set()
+    caller.join(60)
+    assert answer.result(60).batch_id == 1
+    assert device.log == ["begin 1", "recover 1", "finish 1", "call"]
 
 
 def test_an_error_after_which_the_process_cannot_go_on_is_told() -> None:

@@ -97,6 +97,7 @@ def test_a_prompt_whose_tokens_are_reported_is_computed_whole_and_leaves_its_kv(
     ]
     assert answers == [expected(model, prompt)] * 3
     assert service.num_cached == {"a": 0, "b": 0, "c": 2 * BLOCK_TOKENS}
+    assert service.num_queried == len(prompt), "only the last one might find anything"
 
 
 def test_penalties_know_the_tokens_that_are_not_computed(model: Model) -> None:

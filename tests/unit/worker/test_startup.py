@@ -10,7 +10,14 @@ from scheduler.errors import ConfigError
 from scheduler.messages import WorkerConfig
 from tests.unit.worker.tiny_models import MAX_MODEL_LEN, SHAPE, LoadTiny
 from worker.model import Model
-from worker.startup import choose_cuda_kv_bytes, choose_device, choose_ladder, choose_num_pages, steady_count
+from worker.startup import (
+    choose_cuda_kv_bytes,
+    choose_device,
+    choose_ladder,
+    choose_num_pages,
+    page_size,
+    steady_count,
+)
 
 CONFIG = WorkerConfig(
     name="prefill-0",
@@ -93,3 +100,13 @@ def test_the_configured_memory_is_that_of_all_ranks(model: Model) -> None:
     alone = replace(CONFIG, kv_memory_bytes=1 << 20)
     ranks = replace(alone, tensor_parallel_size=2)
     assert choose_num_pages(model, ranks) == choose_num_pages(model, alone) // 2
+
+
+def test_too_little_memory_is_told_with_what_all_ranks_need(model: Model) -> None:
+    least = 2 * model.kv_spec.pool_bytes(1, page_size(model))
+    for num_ranks in (1, 2):
+        config = replace(CONFIG, kv_memory_bytes=num_ranks * least, tensor_parallel_size=num_ranks)
+        assert choose_num_pages(model, config) == 2
+        too_little = num_ranks * least - 1
+        with pytest.raises(ConfigError, match=f"must be >= {num_ranks * least} bytes, .*, got {too_little}$"):
+            choose_num_pages(model, replace(config, kv_memory_bytes=too_little))

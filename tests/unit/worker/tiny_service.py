@@ -50,6 +50,8 @@ class TinyService:
         """Tokens that were prefilled."""
         self.num_prefilled = 0
         """With those that were cached."""
+        self.num_queried = 0
+        """Those of requests that might have had some cached."""
         self.batches: list[list[str]] = []
         """The requests of each prefill batch."""
         self.pool_of: dict[str, str] = {}
@@ -176,6 +178,7 @@ class TinyService:
                 self.pool_of |= {item.request.request_id: batch.decode_worker for item in batch.items}
                 result = self._prefill.run(batch)
                 self.num_computed += result.num_tokens
+                self.num_queried += result.num_query_tokens
                 self.num_prefilled += sum(item.request.num_prefill_tokens for item in batch.items)
                 for item, outcome in zip(batch.items, result.outcomes, strict=True):
                     if outcome.token_id is not None:

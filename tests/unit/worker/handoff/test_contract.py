@@ -270,6 +270,20 @@ def test_prefill_waits_for_pages_of_its_own(receiving: Decode) -> None:
     assert receiving.holds(19, 19, 20)
 
 
+def test_what_waits_behind_another_writing_fails_when_its_connection_is_closed(receiving: Decode) -> None:
+    """Whoever waits for it is told, and its pages come back: they serve other decode workers too."""
+    handoff = open_handoff(receiving.handle, num_staging_pages=4)
+    receiving.process.send_signal(
+        signal.SIGSTOP
+    )  # so that the first one is under way for as long as it lives
+    arriving = [handoff.finish(handoff.begin([lease(epoch, epoch)], [PAGE_SIZE])) for epoch in (1, 2, 3)]
+    handoff.close()
+    receiving.process.kill()
+    receiving.process.wait()
+    assert all(isinstance(sent.result(TIMEOUT_S).errors[0], HandoffError) for sent in arriving)
+    assert len(handoff.begin([lease(4, 1, 2, 3, 4)], [4 * PAGE_SIZE]).page_ids[0]) == 4
+
+
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 

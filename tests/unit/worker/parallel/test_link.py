@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +19,15 @@ from scheduler.errors import ConfigError
 from worker.parallel.link import ClosePool, Leader, Reply, connect, together
 
 COMMAND = ClosePool(decode_worker="decode-0")
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)  # not earlier: that user may not be allowed to run this Python
+connection = socket.socket(socket.AF_UNIX)
+connection.settimeout(20)
+connection.connect(chr(0) + sys.argv[1])
+print("connected", flush=True)
+print(connection.recv(1))
+"""
 
 
 class Linked:
@@ -81,6 +93,24 @@ def test_nobody_without_the_key_is_let_in() -> None:
         accepting.result()
         leader.tell(COMMAND)
         assert follower.recv() == COMMAND
+    leader.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have a child with another user")
+def test_another_user_who_says_nothing_holds_nobody_up() -> None:
+    leader = Leader(store_port=1)
+    name = leader.meeting.address[1:]
+    with (
+        subprocess.Popen([sys.executable, "-c", STRANGER, name], stdout=subprocess.PIPE, text=True) as child,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert child.stdout is not None
+        assert child.stdout.readline() == "connected\n"
+        accepting = threads.submit(leader.accept, 1, lambda _: None)
+        assert child.stdout.readline() == "b''\n"
+        follower = connect(leader.meeting)
+        accepting.result()
+        follower.close()
     leader.close()
 
 
