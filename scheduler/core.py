@@ -13,6 +13,7 @@ from scheduler.actions import Action, Observer, Outbox, ReleaseWorker, SendPrefi
 from scheduler.admission import Admission, DrainRate
 from scheduler.batching.cost_model import seconds_by_tokens
 from scheduler.batching.former import BatchFormer, FormedBatch, QueuedRequest
+from scheduler.batching.requests import CacheView
 from scheduler.book import RequestBook
 from scheduler.decode_pools import DecodePool, DecodePools
 from scheduler.errors import RequestCancelledError
@@ -35,7 +36,7 @@ from scheduler.pages import PageLedger
 from scheduler.prefill_workers import PrefillWorkers
 from scheduler.prefix.hashing import BLOCK_TOKENS, BlockChain
 from scheduler.prefix.routing import PrefixRouter
-from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView
+from scheduler.prefix.waiting import MIN_SHARED_TOKENS, PoolView, WholeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,10 +393,12 @@ class SchedulerCore:
             return self._pools.choose()
         return self._router.choose_for(entry)
 
-    def _view_of(self, pool: DecodePool) -> PoolView | None:
-        """Return what is cached in a pool for those that wait; None if it makes no difference to them."""
-        if not self._book.computes_from_cache or not pool.ledger.is_caching:
+    def _view_of(self, pool: DecodePool) -> CacheView | None:
+        """Return what is cached in a pool for those that wait; None if nothing ever is."""
+        if not pool.ledger.is_caching:
             return None
+        if not self._book.computes_from_cache:
+            return WholeView(self._book.entries)
         return PoolView(
             pool,
             self._router,

@@ -38,6 +38,22 @@ class ComputedBlocks:
                 del self._counts[digest]
 
 
+class WholeView:
+    """The waiting requests where prefill workers compute all tokens, whatever is cached.
+
+    They are looked at all the same: what they were to take before that was known must not stay with them.
+    """
+
+    num_followers = 0
+
+    def __init__(self, entries: Mapping[str, LiveRequest]) -> None:
+        self._entries = entries
+
+    def look(self, request_id: str) -> Work:
+        """Return what the prefill of a request would take."""
+        return Work(num_tokens=self._entries[request_id].request.num_prefill_tokens, num_used_pages=0)
+
+
 class PoolView:
     """The waiting requests as one batch may have them, whose pages are to be in one pool.
 

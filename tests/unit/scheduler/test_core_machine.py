@@ -243,12 +243,16 @@ class CoreMachine(RuleBasedStateMachine):
     """Drives a core through its public methods, as the Scheduler actor does."""
 
     @initialize(
-        num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2), max_requests=st.sampled_from([1, 2, 4])
+        num_prefill=st.integers(1, 2),
+        num_decode=st.integers(1, 2),
+        max_requests=st.sampled_from([1, 2, 4]),
+        sees_cached=st.booleans(),
     )
-    def start(self, num_prefill: int, num_decode: int, max_requests: int) -> None:
+    def start(self, num_prefill: int, num_decode: int, max_requests: int, sees_cached: bool) -> None:
         self.now = 100.0
         self.ends = Ends()
         self.max_requests = max_requests
+        self.sees_cached = sees_cached  # whether prefill workers need not compute what is cached
         self.core = make_core(self.ends, max_requests=max_requests)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -555,7 +559,7 @@ class CoreMachine(RuleBasedStateMachine):
                     request_id=request_id,
                     token_id=token(index),
                     finish_reason=reason,
-                    num_cached_tokens=len(item.lease.shared_epochs) * PAGE_SIZE,
+                    num_cached_tokens=len(item.lease.shared_epochs) * PAGE_SIZE if self.sees_cached else 0,
                 )
                 self.make(
                     worker,
@@ -934,3 +938,60 @@ def test_a_completion_is_aborted_with_its_own_key_only() -> None:
     assert isinstance(told, SendEvents)
     assert [event.request_id for event in told.events.events] == ["a0", "a1"]
     assert core.num_live == 1
+
+
+def test_what_waits_needs_all_its_pages_once_a_worker_has_shown_not_to_see_cached_ones() -> None:
+    """When it was looked at before, others held what it shares; now they do not, and its worker computes all."""
+    core = make_core(Ends(), max_requests=1)
+    for i in range(2):
+        core.add_prefill_worker(prefill_info(f"prefill-{i}"))
+    core.add_decode_worker(decode_info("decode-0"))
+    leases: dict[str, tuple[str, PrefillBatch]] = {}
+
+    def tick() -> None:
+        for action in core.tick(1.0):
+            if isinstance(action, SendPrefill):
+                (item,) = action.batch.items
+                leases[item.request.request_id] = (action.worker, action.batch)
+
+    def submit(request_id: str, num_prompt: int, max_tokens: int, *, cached: bool = True) -> None:
+        prompt = (1,) * 16 + (2,) * (num_prompt - 16) if cached else (3,) * num_prompt
+        request = Request(
+            request_id=request_id,
+            api_server="api-0",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            prefix=prefix_of(prompt, salt=0) if cached else b"",
+        )
+        assert core.submit([request], 1.0) is None
+        tick()
+
+    def prefilled(request_id: str, reason: FinishReason | None) -> None:
+        worker, batch = leases[request_id]
+        outcome = PrefillOutcome(request_id=request_id, token_id=1, finish_reason=reason)
+        result = PrefillResult(
+            batch_id=batch.batch_id,
+            worker=worker,
+            outcomes=(outcome,),
+            num_tokens=1,
+            padding_tokens=0,
+            replays={},
+        )
+        core.prefill_done(result, 1.0)
+        tick()
+
+    submit("holder", 16, 2)
+    prefilled("holder", None)
+    submit("blind", 17, 1)  # shares the holder's four pages
+    submit("waiting", 28, 20)  # twelve pages, all that there are
+    prefilled("blind", "length")
+    submit("short", 3, 1, cached=False)
+    assert leases.keys() == {"holder", "blind", "short"}
+    (item,) = leases["holder"][1].items
+    ref = SequenceRef(request_id="holder", epoch=item.lease.epoch)
+    last = TokenEvent(request_id="holder", index=1, epoch=ref.epoch, token_id=1, finish_reason="length")
+    core.step_done(StepReport(worker="decode-0", seconds=0.0, events=(last,), released=(ref,), number=1), 1.0)
+    tick()
+    assert "waiting" not in leases, "eleven pages are free"
+    prefilled("short", "length")
+    assert len(leases["waiting"][1].items[0].lease.page_ids) == 12
