@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,11 @@ class StubPrefill:
         """Return the process id."""
         return os.getpid()
 
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never return."""
+        threading.Event().wait()
+
     def prefill(self, batch: PrefillBatch) -> PrefillResult:
         """Take the time of a batch, send its first tokens and report."""
         num_tokens = sum(item.request.num_prefill_tokens for item in batch.items)
@@ -181,7 +187,7 @@ class StubDecode:
     def __init__(self) -> None:
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def run(self) -> None:
+    def run(self, run_id: int) -> None:
         """Wait for `stop`."""
         self._end.get()
 
@@ -283,7 +289,7 @@ class Purefill:
         )
         self._actors = [
             _actor(StubDecode, "decode-0", max_concurrency=4),
-            _actor(StubPrefill, "prefill-0", "prefill-0", is_free),
+            _actor(StubPrefill, "prefill-0", "prefill-0", is_free, concurrency_groups={"life": 1}),
             _actor(MeasuredScheduler, SCHEDULER_NAME, config),
         ]
         ray.get(self._actors[2].start.remote((decode,), (prefill,)))
