@@ -6,12 +6,16 @@ cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv-test}
 source deploy/venv.sh
-make_venv "$venv" ".[test]"
-# A public load generator that the API is tried with; it wants an environment of its own.
-if [ ! -x .venv-aiperf/bin/aiperf ]; then
+# A public load generator that the API is tried with; it wants an environment of its own, which is made meanwhile.
+make_aiperf() {
+    [ -x .venv-aiperf/bin/aiperf ] && return
     "$(find_python)" -m venv .venv-aiperf
     .venv-aiperf/bin/python -m pip install --quiet aiperf==0.13.0
-fi
+}
+make_aiperf &
+aiperf=$!
+make_venv "$venv" ".[test]"
+wait "$aiperf"
 PATH="$(cd "$venv/bin" && pwd):$PATH"
 export PATH
 exec bash tests/check.sh "$@"
