@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +20,7 @@ import psutil
 import ray
 
 from benchmarks import h200
+from benchmarks.hops import NoDecode
 from scheduler.actor import Scheduler, SchedulerConfig
 from scheduler.admission import Admission
 from scheduler.api.scheduler_client import SchedulerClient
@@ -181,21 +181,6 @@ class StubPrefill:
         )
 
 
-class StubDecode:
-    """A decode worker that is never given anything: all requests end with their first token."""
-
-    def __init__(self) -> None:
-        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def run(self, run_id: int) -> None:
-        """Wait for `stop`."""
-        self._end.get()
-
-    def stop(self) -> None:
-        """Make `run` return."""
-        self._end.put(None)
-
-
 class MeasuredScheduler(Scheduler):
     """The real Scheduler, which also tells its process id."""
 
@@ -288,7 +273,7 @@ class Purefill:
             log_level="warning",
         )
         self._actors = [
-            _actor(StubDecode, "decode-0", max_concurrency=4),
+            _actor(NoDecode, "decode-0", "decode-0", max_concurrency=4),
             _actor(StubPrefill, "prefill-0", "prefill-0", is_free, concurrency_groups={"life": 1}),
             _actor(MeasuredScheduler, SCHEDULER_NAME, config),
         ]

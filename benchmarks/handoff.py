@@ -21,50 +21,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from prefill_graphs import Bench
+from prefill_graphs import POOL, WARM_UP, Bench, make_bench
 from shapes import NAMES, write_shape
 
-from graphs.buckets import BucketLadder
 from scheduler.messages import PrefillBatch
-from worker import startup
 from worker.kv_pool import KVPool, KVSpec
-from worker.model import ModelSource, load_model
-from worker.prefill import PrefillEngine
+from worker.model import ModelSource
 
-WARM_UP = 4
+OTHER = "decode-1"
 
 
 def own_pages(pipe: Connection, spec: KVSpec, num_pages: int, page_size: int, device: str) -> None:
     """Own pages until the other end is closed, as a decode worker does."""
     pool, handle = KVPool.create(
-        spec, name="decode-1", num_pages=num_pages, page_size=page_size, device=torch.device(device)
+        spec, name=OTHER, num_pages=num_pages, page_size=page_size, device=torch.device(device)
     )
     pipe.send(handle)
     pipe.poll(None)
     del pool
-
-
-def make_bench(name: str, source: ModelSource, tokens: list[int], slots: int) -> Bench:
-    """Load the model and give it an engine with pages of this process."""
-    model = load_model(source)
-    page_size = startup.page_size(model)
-    pool = KVPool.on_device(
-        model.kv_spec,
-        num_pages=1 + slots + max(tokens) // page_size,
-        page_size=page_size,
-        device=model.device,
-    )
-    engine = PrefillEngine("prefill-0", model, BucketLadder(tokens, [slots]))
-    engine.attach_pool("decode-0", pool)
-    return Bench(
-        name=name,
-        source=source,
-        check_tokens=tokens,
-        num_slots=slots,
-        model=model,
-        pool=pool,
-        engine=engine,
-    )
 
 
 def into(batch: PrefillBatch, decode_worker: str) -> PrefillBatch:
@@ -87,7 +61,7 @@ def seconds(bench: Bench, batch: PrefillBatch) -> tuple[float, float]:
 def measure(bench: Bench, others: KVPool, size: str, repeats: int) -> dict[str, float]:
     """Check one batch, then time batches into either pool, in turn."""
     num_prompts, length = map(int, size.split("x"))
-    times: dict[str, list[tuple[float, float]]] = {"decode-0": [], "decode-1": []}
+    times: dict[str, list[tuple[float, float]]] = {POOL: [], OTHER: []}
     for repeat in range(repeats + WARM_UP):
         batch = bench.batch(bench.random_prompts([length] * num_prompts, seed=repeat))
         for name, found in times.items():
@@ -124,7 +98,7 @@ def main() -> int:
             max_model_len=8192,
         )
         tokens = sorted({count * length for count, length in counts})
-        bench = make_bench(args.model, source, tokens, max(count for count, _ in counts))
+        bench = make_bench(source, capture_tokens=tokens, slots=[max(count for count, _ in counts)])
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     pool = bench.pool
@@ -136,7 +110,7 @@ def main() -> int:
     other.start()
     handle = pipe.recv()
     others = KVPool.open(bench.model.kv_spec, handle, bench.model.device)
-    bench.engine.attach_pool("decode-1", others)
+    bench.engine.attach_pool(OTHER, others)
     rows = [(size, measure(bench, others, size, args.repeats)) for size in args.sizes]
     pipe.close()
     other_end.close()

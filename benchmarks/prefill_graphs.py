@@ -77,24 +77,20 @@ class Bench:
         return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tokens: Sequence[int]) -> Bench:
-    """Load the model and capture its graphs, saying what each took."""
+def make_bench(
+    source: ModelSource, *, capture_tokens: Sequence[int], slots: Sequence[int], check_tokens: int = 0
+) -> Bench:
+    """Load the model and capture its graphs, saying what each took.
+
+    `check_tokens` is the largest bucket of the checks, if there are any.
+    """
     started = time.perf_counter()
-    device = torch.device(args.device)
-    source = ModelSource(
-        name=name,
-        folder=folder,
-        dtype=args.dtype,
-        load_format="auto" if args.folder else "dummy",
-        device=args.device,
-        max_model_len=args.max_model_len,
-    )
     model = load_model(source)
     loaded = time.perf_counter()
     page_size = startup.page_size(model)
     num_pages = 1 + MAX_PROMPTS - (-2 * max(capture_tokens) // page_size)
-    pool = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=device)
-    engine = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, args.slots))
+    pool = KVPool.on_device(model.kv_spec, num_pages=num_pages, page_size=page_size, device=model.device)
+    engine = PrefillEngine("prefill-0", model, BucketLadder(capture_tokens, slots))
     reports = engine.attach_pool(POOL, pool)
     for report in reports:
         print(
@@ -102,14 +98,14 @@ def make_bench(name: str, folder: Path, args: argparse.Namespace, *, capture_tok
             f"full batch {report.batch_seconds * 1e3:7.2f} ms"
         )
     print(
-        f"{name}: loaded in {loaded - started:.1f} s, {len(reports)} buckets in "
+        f"{source.name}: loaded in {loaded - started:.1f} s, {len(reports)} buckets in "
         f"{time.perf_counter() - loaded:.1f} s, {engine.buffer_bytes / 2**20:.0f} MiB of graphs and buffers"
     )
     return Bench(
-        name=name,
+        name=source.name,
         source=source,
-        check_tokens=sorted(tokens for tokens in capture_tokens if tokens <= args.check_tokens),
-        num_slots=max(args.slots),
+        check_tokens=sorted(tokens for tokens in capture_tokens if tokens <= check_tokens),
+        num_slots=max(slots),
         model=model,
         pool=pool,
         engine=engine,
@@ -295,7 +291,17 @@ def main() -> int:
                 continue
             folder = args.folder or write_shape(name, Path(work), num_layers=args.layers)
             ladder = args.capture_tokens or default_token_ladder(8192 if args.device == "cuda" else 1024)
-            bench = make_bench(name, folder, args, capture_tokens=ladder)
+            source = ModelSource(
+                name=name,
+                folder=folder,
+                dtype=args.dtype,
+                load_format="auto" if args.folder else "dummy",
+                device=args.device,
+                max_model_len=args.max_model_len,
+            )
+            bench = make_bench(
+                source, capture_tokens=ladder, slots=args.slots, check_tokens=args.check_tokens
+            )
             for check in prefill_checks.CHECKS if args.check is None else args.check:
                 if in_time(f"{name} {check}"):
                     failures += [f"{name}: {failure}" for failure in prefill_checks.CHECKS[check](bench)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from scheduler.wire import AsyncioReactor, Wire
+from scheduler.wire import AsyncioReactor, RayPeer, Wire
 
 
 class Actors:
@@ -49,17 +49,16 @@ class Actors:
 
     async def lives(self, name: str) -> bool:
         """Wait until an actor has done what it does, or is known to be dead."""
-        try:
-            await self.handle(name).__ray_ready__.remote()
-        except (RayActorError, ValueError):  # ValueError: Ray knows no actor of that name any more
-            return False
-        return True
+        return await self._answers(name, "__ray_ready__")
 
     async def retire(self, name: str, life: int) -> bool:
         """Do as `lives` with a prefill worker, which computes no batch of a scheduler before `life` from then on."""
+        return await self._answers(name, "retire", life)
+
+    async def _answers(self, name: str, method: str, *args: Any) -> bool:
         try:
-            await self.handle(name).retire.remote(life)
-        except (RayActorError, ValueError):
+            await RayPeer(self.handle(name)).call(method, *args)
+        except (RayActorError, ValueError):  # ValueError: Ray knows no actor of that name any more
             return False
         return True
 

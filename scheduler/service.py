@@ -119,13 +119,6 @@ def _write_cost_model(path: Path, config: ServeConfig, service: RunningService) 
     _say(f"wrote the cost model to {path}")
 
 
-def _num_gpus() -> int:
-    import ray
-
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return int(resources.get("GPU", 0))
-
-
 @contextmanager
 def _reserved_metrics_port(config: ServeConfig, port: int) -> Iterator[int | None]:
     """Keep a port for the metrics, and yield it; None if they are at the API's own."""
@@ -266,7 +259,7 @@ def _num_usable_gpus(config: ServeConfig) -> int:
 
     Raises `ConfigError` if GPUs are asked for and there are none.
     """
-    num_gpus = 0 if config.device == "cpu" else _num_free_gpus()
+    num_gpus = 0 if config.device == "cpu" else _num_gpus(free=True)
     if num_gpus == 0 and config.device == "cuda":
         raise ConfigError("device must be cpu or auto, Ray sees no free GPU here, got cuda")
     return num_gpus
@@ -281,10 +274,12 @@ def _plan_gpus(config: ServeConfig, num_gpus: int, ranks: RankPlan | None) -> Gp
     return plan_gpus(num_gpus, prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
 
 
-def _num_free_gpus() -> int:
+def _num_gpus(*, free: bool = False) -> int:
+    """Return how many GPUs the cluster has, or has `free`."""
     import ray
 
-    resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    ask = ray.available_resources if free else ray.cluster_resources
+    resources: dict[str, float] = ask()  # type: ignore[no-untyped-call]
     return int(resources.get("GPU", 0))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from graphs.buckets import BucketLadder
@@ -51,7 +50,7 @@ def make_pool(model: Model, config: WorkerConfig) -> tuple[KVPool, PoolHandle]:
             page_size=startup.page_size(model),
             device=model.device,
         )
-    return pool, _with_shards(handle, shards)
+    return pool, replace(handle, shards=tuple(shards))
 
 
 def make_decode(
@@ -75,7 +74,3 @@ def make_decode(
 
 def _leader(model: Model) -> Leader | None:
     return None if model.group is None else model.group.leader
-
-
-def _with_shards(handle: PoolHandle, shards: Sequence[PoolHandle]) -> PoolHandle:
-    return replace(handle, shards=tuple(shards))
