@@ -41,8 +41,10 @@ from scheduler.messages import (
     TokenEvents,
 )
 from scheduler.observe.registry import Registry
+from scheduler.workers import create_actor
 
 _CLIENT = "bench-client"
+_PREFILL = "prefill-0"
 _MODEL = ModelInfo(
     name="stub",
     max_model_len=1 << 20,
@@ -140,8 +142,7 @@ def _prompt(num_tokens: int) -> tuple[int, ...]:
 class StubPrefill:
     """A prefill worker that computes nothing."""
 
-    def __init__(self, name: str, is_free: bool) -> None:
-        self._name = name
+    def __init__(self, is_free: bool) -> None:
         self._is_free = is_free
         self._client: Any = None
 
@@ -166,10 +167,10 @@ class StubPrefill:
             TokenEvent(request_id=request_id, index=0, token_id=1, finish_reason="length")
             for request_id in ids
         )
-        self._client.deliver.remote(TokenEvents(source=self._name, events=events))
+        self._client.deliver.remote(TokenEvents(source=_PREFILL, events=events))
         return PrefillResult(
             batch_id=batch.batch_id,
-            worker=self._name,
+            worker=_PREFILL,
             outcomes=tuple(
                 PrefillOutcome(request_id=request_id, token_id=1, finish_reason="length")
                 for request_id in ids
@@ -192,11 +193,11 @@ class MeasuredScheduler(Scheduler):
 class PurefillClient:
     """Submits requests as an ApiServer does."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         scheduler = ray.get_actor(SCHEDULER_NAME, namespace=RAY_NAMESPACE)
         admission = Admission(max_requests=_LIMITS.max_requests, max_tokens=_LIMITS.max_tokens)
         self._client = SchedulerClient(
-            scheduler, name=_CLIENT, model=_MODEL, admission=admission, registry=Registry()
+            scheduler, name=name, model=_MODEL, admission=admission, registry=Registry()
         )
         self._player = Player(self._call)
         self._num_sent = 0
@@ -252,7 +253,7 @@ class Purefill:
             weights_bytes=0,
         )
         prefill = PrefillWorkerInfo(
-            name="prefill-0",
+            name=_PREFILL,
             model=_MODEL,
             buckets=(),
             graph_bytes=0,
@@ -273,12 +274,12 @@ class Purefill:
             log_level="warning",
         )
         self._actors = [
-            _actor(NoDecode, "decode-0", "decode-0", max_concurrency=4),
-            _actor(StubPrefill, "prefill-0", "prefill-0", is_free, concurrency_groups={"life": 1}),
-            _actor(MeasuredScheduler, SCHEDULER_NAME, config),
+            create_actor(NoDecode, "decode-0", "decode-0", max_concurrency=4),
+            create_actor(StubPrefill, _PREFILL, is_free, groups={"life": 1}),
+            create_actor(MeasuredScheduler, SCHEDULER_NAME, config),
         ]
         ray.get(self._actors[2].start.remote((decode,), (prefill,)))
-        self.client = _actor(PurefillClient, _CLIENT)
+        self.client = create_actor(PurefillClient, _CLIENT, _CLIENT)
         self._actors.append(self.client)
         self.pids = [ray.get(actor.pid.remote()) for actor in self._actors[1:]]
 
@@ -286,10 +287,6 @@ class Purefill:
         """Stop the actors."""
         for actor in reversed(self._actors):
             ray.kill(actor)
-
-
-def _actor(actor_class: type, name: str, *args: Any, **options: Any) -> Any:
-    return ray.remote(actor_class).options(name=name, num_cpus=0, **options).remote(*args)
 
 
 # Ray Serve
@@ -347,7 +344,7 @@ class ServeBatch:
         serve.start(proxy_location="Disabled")
         handle = serve.run(Model.bind(), name="bench", route_prefix=None)
         replica_pid = handle.remote(()).result()
-        self.client = _actor(ServeClient, "serve-client", handle)
+        self.client = create_actor(ServeClient, "serve-client", handle)
         self.pids = [replica_pid, ray.get(self.client.pid.remote())]
 
     def close(self) -> None:
