@@ -56,7 +56,7 @@ def launch_plan(
 
 def _slots_at_once(num_slots: int) -> int:
     """Return the slots that a program looks at together, a power of two."""
-    return max(triton.next_power_of_2(num_slots), _LEAST_SLOTS_AT_ONCE)
+    return max(int(triton.next_power_of_2(num_slots)), _LEAST_SLOTS_AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
