@@ -62,6 +62,15 @@ class PrefillWorker:
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
 
+    def import_modules(self) -> None:
+        """Import what loading and compiling the model will need, which takes seconds, while others use the GPU."""
+        self._pipeline.call(self._import_modules)
+
+    def _import_modules(self) -> None:
+        from worker import engines, startup  # noqa: F401
+
+        startup.import_compiler(self._config)
+
     def load_model(self) -> None:
         """Load the model, while the decode workers make their pools. Raises `ConfigError` with the reason."""
         self._pipeline.call(self._load_model)
