@@ -101,6 +101,8 @@ class PrefillWorker:
         return info
 
     def _load_and_open(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
+        from worker import startup
+
         if self._info is None:
             self._info = self._load()
         started = time.perf_counter()
@@ -109,10 +111,7 @@ class PrefillWorker:
             if self._engine.has_open(pool):
                 continue
             reports = self._engine.attach(pool)
-            if self._engine.model.device.type == "cuda":
-                from worker import startup
-
-                startup.log_buckets(self._config.name, reports)
+            startup.log_buckets(self._config.name, self._engine.model, reports)
             bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         self._info = replace(
             self._info,

@@ -114,9 +114,9 @@ def _max_capture_tokens(model: Model, config: WorkerConfig) -> int:
     return config.max_capture_tokens or min(_MAX_CAPTURE_TOKENS[model.device.type], whole_contexts)
 
 
-def log_buckets(name: str, reports: Sequence[BucketReport]) -> None:
-    """Log what each bucket took."""
-    for report in reports:
+def log_buckets(name: str, model: Model, reports: Sequence[BucketReport]) -> None:
+    """Log what each bucket of a worker took on a GPU; on the CPU there is little to say."""
+    for report in reports if model.device.type == "cuda" else ():
         _LOG.info(
             "%s: bucket %s ready in %.2f s, %.1f MiB, %.2f ms a full batch",
             name,
