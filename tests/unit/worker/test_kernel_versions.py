@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,19 @@ def test_prefill_of_all_sizes_and_layers_takes_one_version(
                 query, key, key, pool, starts, cached, pages, *offsets, 64, 0.125, 0, 0.0
             )
     assert kernel.num_versions == 1
+
+
+def test_importing_the_compiler_leaves_nothing_to_import_and_names_the_caches(tmp_path: Path) -> None:
+    # In a process of its own, which may import it for the first time.
+    code = """
+import os, sys
+from types import SimpleNamespace
+from worker import startup
+startup.import_compiler(SimpleNamespace(compile_cache_folder=sys.argv[1]))
+assert os.environ["TRITON_CACHE_DIR"].startswith(sys.argv[1]), os.environ["TRITON_CACHE_DIR"]
+names = ("torch._inductor.compile_fx", "triton", "worker.compiled", "worker.triton_kernels")
+assert not (missing := [name for name in names if name not in sys.modules]), missing
+"""
+    own = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=120)
