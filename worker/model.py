@@ -22,6 +22,7 @@ from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
+from worker.last_layer import cut_last_layer
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
 from worker.parallel.weights import fill_model
@@ -206,16 +207,17 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     )
     generator = torch.Generator().manual_seed(0)
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
-    own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
+    trial = sequence.unsqueeze(0).to(model.device)
+    own = _run_with_attention(model, "eager", trial)[0, -1].float()
     fused_layers: frozenset[int] = frozenset()
     if model.device.type == "cpu" and group is None:
         # A fused layer adds the residual within a product that ranks have yet to sum.
-        fused_layers = fuse_layers(model, sequence.unsqueeze(0))
+        fused_layers = fuse_layers(model, trial)
+    cuts_rows = len(kv_spec.layers) - 1 in fused_layers or cut_last_layer(model, trial)
     merge_projections(model)
     if model.device.type == "cpu":
         pack_linears(model)
         keep_freed_memory()
-    cuts_rows = len(kv_spec.layers) - 1 in fused_layers
     loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded
