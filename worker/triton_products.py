@@ -35,9 +35,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STEP = 64
 """Columns of x and weight in a place of the ring: 128 bytes of bfloat16, the widest swizzle."""
-_REGISTERS = {2: 240, 3: 160}
-"""Registers of a thread that multiplies, by the number of groups: an SM has 65,536, the loader's warps take 24 each."""
-_LOADER_REGISTERS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class Tiling:
 
     A block multiplies `num_groups` * `rows` rows of the weight, half of them gate's, with `tokens` tokens at once; its
     ring has `num_stages` places. `token_tiles` tiles of the same weight are computed one after the other, so that they
-    find it in L2.
+    find it in L2. Without `has_loader` the first of three groups loads, too.
     """
 
     num_groups: int
@@ -54,6 +51,16 @@ class Tiling:
     tokens: int
     num_stages: int
     token_tiles: int = 8
+    has_loader: bool = True
+
+    @property
+    def instruction(self) -> int:
+        """Tokens of one instruction.
+
+        Three groups and a loader are 512 threads, of which each starts with 128 of an SM's 65,536 registers; the
+        assembler refuses there what needs more for one instruction, although each group has 160 by then.
+        """
+        return min(self.tokens, 128) if self.num_groups == 3 and self.has_loader else self.tokens
 
 
 @gluon.jit
@@ -77,10 +84,10 @@ def _next_place(place, phase, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(
-    descs, rings, full, empty, num_token_tiles, num_row_tiles,
-    NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, TOKEN_TILES: gl.constexpr,
+    work, NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, TOKEN_TILES: gl.constexpr
 ):  # fmt: skip
     """The loader: fills each place of the ring as soon as all groups have read it, for all tiles of this block."""
+    descs, rings, full, empty, num_token_tiles, num_row_tiles = work
     x_ring, _, _ = rings
     NUM_STAGES: gl.constexpr = x_ring.shape[0]
     place = 0
@@ -128,26 +135,40 @@ def _gated(acc, EIGHTS: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    descs, rings, full, empty, num_token_tiles, num_row_tiles,
+    work,
     NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, TOKEN_TILES: gl.constexpr, GROUP: gl.constexpr,
+    LOADS: gl.constexpr, INSTRUCTION: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: the products of its rows of every tile of this block, their SiLU, and the store."""
+    """A group of four warps: the products of its rows of every tile of this block, their SiLU, and the store.
+
+    With LOADS it also does the loader's work, each time after it began a product.
+    """
+    descs, rings, full, empty, num_token_tiles, num_row_tiles = work
     x_desc, weight_desc, out_desc = descs
     x_ring, weight_ring, results = rings
     NUM_STAGES: gl.constexpr = x_ring.shape[0]
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     STEP: gl.constexpr = x_desc.block_type.shape[1]
     EIGHTS: gl.constexpr = weight_desc.block_type.shape[0]
-    # Each warp has 16 of 64 rows and all tokens. With three groups a thread starts with 128 registers, and the
-    # assembler refuses a wider instruction there, although each has more by then.
-    INSTRUCTION: gl.constexpr = 128 if NUM_GROUPS == 3 and TOKENS > 128 else TOKENS
+    # Each warp has 16 of 64 rows and all tokens.
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION, 16])
     result = results.index(GROUP)
     place = 0
     phase = 0
     before = 0
+    before_phase = 0
+    if LOADS:
+        # The first tile's first columns fill the ring.
+        first_token, first_row = _tile_at(gl.program_id(0), num_token_tiles, num_row_tiles, TOKEN_TILES)
+        for stage in gl.static_range(NUM_STAGES):
+            _load_step(descs, rings, full, first_token, first_row, stage, stage, True, NUM_GROUPS)
     for tile in range(gl.program_id(0), num_token_tiles * num_row_tiles, gl.num_programs(0)):
         token_tile, row_tile = _tile_at(tile, num_token_tiles, num_row_tiles, TOKEN_TILES)
+        if LOADS:
+            has_next = tile + gl.num_programs(0) < num_token_tiles * num_row_tiles
+            next_token_tile, next_row_tile = _tile_at(
+                tile + gl.num_programs(0), num_token_tiles, num_row_tiles, TOKEN_TILES
+            )
         acc = gl.zeros([16 * EIGHTS, TOKENS], gl.float32, PRODUCTS)
         for step in range(NUM_STEPS):
             mbarrier.wait(full.index(place), phase)
@@ -158,10 +179,41 @@ def _multiply(
             # The product just begun stays in flight; the one before it is done with its place.
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before), pred=step > 0)
+            if LOADS:
+                if step > 0:
+                    # Refill the place with what is multiplied a ring's length after it, if need be the next tile's.
+                    mbarrier.wait(empty.index(before), before_phase)
+                    ahead = step - 1 + NUM_STAGES
+                    inside = ahead < NUM_STEPS
+                    _load_step(
+                        descs,
+                        rings,
+                        full,
+                        gl.where(inside, token_tile, next_token_tile),
+                        gl.where(inside, row_tile, next_row_tile),
+                        gl.where(inside, ahead, ahead - NUM_STEPS),
+                        before,
+                        inside | has_next,
+                        NUM_GROUPS,
+                    )
+                before_phase = phase
             before = place
             place, phase = _next_place(place, phase, NUM_STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before))
+        if LOADS:
+            mbarrier.wait(empty.index(before), before_phase)
+            _load_step(
+                descs,
+                rings,
+                full,
+                next_token_tile,
+                next_row_tile,
+                NUM_STAGES - 1,
+                before,
+                has_next,
+                NUM_GROUPS,
+            )
         value = _gated(acc, EIGHTS, TOKENS).to(out_desc.dtype)
         # The store of the tile before must have read what is overwritten now; a whole tile's products lie between.
         tma.store_wait(0)
@@ -177,7 +229,7 @@ def _multiply(
 def _gated_product_kernel(
     x_desc, weight_desc, out_desc, num_token_tiles, num_row_tiles,
     NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, NUM_STAGES: gl.constexpr, TOKEN_TILES: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    HAS_LOADER: gl.constexpr, INSTRUCTION: gl.constexpr,
 ):  # fmt: skip
     """A block's shared memory and barriers, and its groups of warps."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES] + x_desc.block_type.shape, x_desc.layout)
@@ -194,49 +246,44 @@ def _gated_product_kernel(
         mbarrier.init(empty.index(place), count=NUM_GROUPS)
     # TMA must see the new barriers.
     fence_async_shared()
-    descs = (x_desc, weight_desc, out_desc)
-    rings = (x_ring, weight_ring, results)
+    work = (
+        (x_desc, weight_desc, out_desc),
+        (x_ring, weight_ring, results),
+        full,
+        empty,
+        num_token_tiles,
+        num_row_tiles,
+    )
     if NUM_GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 2, TOKEN_TILES, 0),
-                ),
-                (
-                    _multiply,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 2, TOKEN_TILES, 1),
-                ),
-                (
-                    _load,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 2, TOKEN_TILES),
-                ),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
+                (_load, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES)),
             ],
             [4, 1],
-            [REGISTERS, LOADER_REGISTERS],
+            [240, 24],
+        )
+    elif HAS_LOADER:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False, INSTRUCTION)),
+                (_load, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 3, TOKEN_TILES, 0),
-                ),
-                (
-                    _multiply,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 3, TOKEN_TILES, 1),
-                ),
-                (
-                    _multiply,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 3, TOKEN_TILES, 2),
-                ),
-                (
-                    _load,
-                    (descs, rings, full, empty, num_token_tiles, num_row_tiles, NUM_STEPS, 3, TOKEN_TILES),
-                ),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, True, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False, INSTRUCTION)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, LOADER_REGISTERS],
+            [4, 4],
+            [168, 168],
         )
 
 
@@ -297,7 +344,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tiling: Tiling) -> None:
         NUM_GROUPS=tiling.num_groups,
         NUM_STAGES=tiling.num_stages,
         TOKEN_TILES=tiling.token_tiles,
-        REGISTERS=_REGISTERS[tiling.num_groups],
-        LOADER_REGISTERS=_LOADER_REGISTERS,
+        HAS_LOADER=tiling.has_loader,
+        INSTRUCTION=tiling.instruction,
         num_warps=4,
     )
