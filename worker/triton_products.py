@@ -35,6 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STEP = 64
 """Columns of x and weight in a place of the ring: 128 bytes of bfloat16, the widest swizzle."""
+_MOST_STAGES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +299,11 @@ def launch_gated_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_supported(num_inputs: int, num_outputs: int) -> bool:
-    """Whether the kernel can multiply rows of `num_inputs` (K) and give `num_outputs` (I) of them."""
-    return num_inputs % STEP == 0 and num_outputs % 8 == 0
+    """Whether the kernel can multiply rows of `num_inputs` (K) and give `num_outputs` (I) of them.
+
+    A box of the weight has whole eights of rows and whole steps, and a ring must not be longer than a row.
+    """
+    return num_inputs % STEP == 0 and num_inputs >= _MOST_STAGES * STEP and num_outputs % 8 == 0
 
 
 def tiling_of(num_tokens: int) -> Tiling:
