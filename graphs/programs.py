@@ -212,7 +212,7 @@ class CudaProgram:
         finish = self._computation.choose_finish(slots)
         if announce is not None:
             announce(self._layout.bucket, finish, stage.host.tensor)
-        reported = any([slot.reported for slot in slots])
+        reported = any(slot.reported for slot in slots)
         self._launch(stage, finish, reported)
         return stage.hold(len(slots), reported=reported)
 
