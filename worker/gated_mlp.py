@@ -51,6 +51,10 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
         if calls[mlp].agrees(fused(calls[mlp].inputs), adds=False):
             setattr(parent, name, fused)
             count += 1
+            if count == 1 and gate_up.weight.device.type == "cuda":
+                from worker.triton_gated import compile_ahead  # Triton comes with CUDA only.
+
+                compile_ahead(gate_up.weight)
     return count
 
 
