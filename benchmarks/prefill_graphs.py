@@ -116,8 +116,8 @@ def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> 
     """Return the median time of a batch from token ids to first tokens, and what of it the host is busy.
 
     Each time the prompts are new and made before the clock starts, so that the GPU rests as long between two batches
-    as it does in `peer_vllm.py`: running without a pause it becomes slower. The host's part is that of submitting,
-    the launch included, and of taking the result; the GPU does not work meanwhile, save at the end of the launch.
+    as it does in `peer_vllm.py`: running without a pause it becomes slower. The host's part is what it does while the
+    GPU does not work: up to the end of the launch, and from the end of the replay on.
     On the CPU, where nothing is launched, the processor's time counts, which other programs disturb least.
     """
     totals, hosts, launches, cpu_times = [], [], [], []
@@ -126,14 +126,13 @@ def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> 
         with _timed_launches() as launch:
             cpu_started, started = time.process_time(), time.perf_counter()
             submitted = bench.engine.submit(batch)
-            launched = time.perf_counter()
             _synchronize(bench.pool.device)
             computed = time.perf_counter()
             submitted.result()
             ended, cpu_ended = time.perf_counter(), time.process_time()
         totals.append(ended - started)
-        hosts.append(launched - started + ended - computed)
-        launches.append(sum(launch))
+        hosts.append(max(end for _, end in launch) - started + ended - computed if launch else 0.0)
+        launches.append(sum(end - begin for begin, end in launch))
         cpu_times.append(cpu_ended - cpu_started)
     figures = {"ms": statistics.median(totals[WARM_UP:]) * 1e3}
     if bench.pool.device.type == "cpu":
@@ -146,19 +145,19 @@ def measure_batch(bench: Bench, num_prompts: int, length: int, repeats: int) -> 
 
 
 @contextmanager
-def _timed_launches() -> Iterator[list[float]]:
-    """Collect how long the launches of graphs take, in seconds."""
-    seconds: list[float] = []
+def _timed_launches() -> Iterator[list[tuple[float, float]]]:
+    """Collect when each launch of a graph begins and ends."""
+    times: list[tuple[float, float]] = []
     replay = CapturedGraph.replay
 
     def timed(graph: CapturedGraph) -> None:
         started = time.perf_counter()
         replay(graph)
-        seconds.append(time.perf_counter() - started)
+        times.append((started, time.perf_counter()))
 
     CapturedGraph.replay = timed  # type: ignore[method-assign]
     try:
-        yield seconds
+        yield times
     finally:
         CapturedGraph.replay = replay  # type: ignore[method-assign]
 

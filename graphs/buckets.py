@@ -152,6 +152,15 @@ def plan_passes(
     A prompt longer than `max_tokens` is cut into chunks; any other stays whole. A chunk attends to the earlier
     ones through their pages, so a prompt has at most one chunk in a pass.
     """
+    if sum(lengths) <= max_tokens and len(lengths) <= max_slots:
+        # Nearly always: one pass. (With `starts` there is less to compute than this counts.)
+        begins = starts or [0] * len(lengths)
+        whole = [
+            Segment(i, start, end)
+            for i, (start, end) in enumerate(zip(begins, lengths, strict=True))
+            if start < end
+        ]
+        return [whole] if whole else []
     passes: list[list[Segment]] = []
     room = 0
     for item, length in enumerate(lengths):

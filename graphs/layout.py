@@ -133,12 +133,17 @@ class HostBatch:
         self._banned_ids.fill(-1)
         self._write("i", "token_ids", list(chain.from_iterable([slot.token_ids for slot in slots])))
         self._write("i", "query_starts", [0, *ends, *[num_tokens] * (bucket.num_slots - count)])
-        self._write("i", "num_cached", [slot.num_cached for slot in slots])
-        self._write("i", "top_k", [slot.top_k for slot in slots])
-        self._write("i", "output_index", [slot.output_index for slot in slots])
-        self._write("f", "temperature", [slot.temperature for slot in slots])
-        self._write("f", "top_p", [slot.top_p for slot in slots])
-        self._write("q", "seed", [slot.seed for slot in slots])
+        num_cached = [slot.num_cached for slot in slots]
+        if any(num_cached):
+            self._write("i", "num_cached", num_cached)
+        temperatures = [slot.temperature for slot in slots]
+        if any(temperatures):
+            # Greedy slots, whose temperature is 0, read nothing else of this.
+            self._write("f", "temperature", temperatures)
+            self._write("f", "top_p", [slot.top_p for slot in slots])
+            self._write("i", "top_k", [slot.top_k for slot in slots])
+            self._write("q", "seed", [slot.seed for slot in slots])
+            self._write("i", "output_index", [slot.output_index for slot in slots])
         for row, slot in enumerate(slots):
             self._write_row("page_table", row, slot.page_ids)
             if slot.banned_ids:

@@ -114,6 +114,7 @@ class HostProgram:
         """Bytes of the static buffer."""
         return self._host.layout.size_bytes
 
+    @torch.inference_mode()
     def submit(self, slots: Sequence[SlotInput], announce: Announce | None = None) -> Ticket:
         """Compute a batch."""
         count, computation = len(slots), self._computation
@@ -142,7 +143,8 @@ class HostProgram:
 def _upload_shapings(buffers: ShapingBuffers | None, slots: Sequence[SlotInput], layout: BatchLayout) -> None:
     shapings = [slot.shaping for slot in slots]
     if buffers is not None and any(shapings):
-        buffers.upload(shapings, layout.bucket.num_slots)
+        with torch.inference_mode():
+            buffers.upload(shapings, layout.bucket.num_slots)
 
 
 class CudaProgram:
@@ -236,10 +238,11 @@ class CudaProgram:
             if reported:
                 stage.graphs[_REPORT].replay()
         else:
-            rows = self._forward(stage)
-            self._finish(finish, rows, stage)
-            if reported:
-                self._report(rows, stage)
+            with torch.inference_mode():  # It costs what a replay should not.
+                rows = self._forward(stage)
+                self._finish(finish, rows, stage)
+                if reported:
+                    self._report(rows, stage)
 
     def _forward(self, stage: _Stage) -> torch.Tensor:
         self._buffer.copy_(stage.host.tensor, non_blocking=True)

@@ -49,8 +49,6 @@ class RequestBook:
         """By request id."""
         self.computed = ComputedBlocks()
         """What prefills under way compute."""
-        self.computes_from_cache = True
-        """Whether prefill workers need not compute what is cached, as far as they have shown."""
         self._former = former
         self._drain = drain
         self._prefill = prefill
@@ -69,7 +67,7 @@ class RequestBook:
         request, entry.queued_at = entry.request, now
         num_cached = 0
         entry.count_usable_blocks()
-        if entry.chain is not None and self.computes_from_cache:
+        if entry.chain is not None and self._prefill.compute_from_cache:
             num_cached = self._router.num_cached_tokens(entry)
         queued = QueuedRequest(
             request_id=request.request_id,

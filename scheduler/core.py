@@ -275,8 +275,7 @@ class SchedulerCore:
             if outcome.token_id is not None:
                 entry.output_token_ids.append(outcome.token_id)
                 if item.lease.shared_epochs and not outcome.num_cached_tokens:
-                    # This worker does not see the pages: it sends what it computes there.
-                    self._book.computes_from_cache = False
+                    self._prefill.recomputes(result.worker)
         if result.handoff_pending:
             self._prefill.is_sending(batch, result)
             return
@@ -389,7 +388,7 @@ class SchedulerCore:
         """Return the pool for the next batch, which begins with the first of the waiting requests."""
         first = self._former.first()
         entry = None if first is None else self._book.entries[first.request_id]
-        if entry is None or entry.chain is None or not self._book.computes_from_cache:
+        if entry is None or entry.chain is None or not self._prefill.compute_from_cache:
             return self._pools.choose()
         return self._router.choose_for(entry)
 
@@ -397,7 +396,7 @@ class SchedulerCore:
         """Return what is cached in a pool for those that wait; None if nothing ever is."""
         if not pool.ledger.is_caching:
             return None
-        if not self._book.computes_from_cache:
+        if not self._prefill.compute_from_cache:
             return WholeView(self._book.entries)
         return PoolView(
             pool,
@@ -481,7 +480,7 @@ class SchedulerCore:
     def _dispatch(self, pool: DecodePool, formed: FormedBatch, now: float) -> None:
         items = [self._lease(pool, queued, now) for queued in formed.requests]
         self._pools.changed(pool)
-        if self._book.computes_from_cache:
+        if self._prefill.compute_from_cache:
             # What was cached when the batch was formed may have been evicted for its own pages.
             formed = formed.computing([self._num_computed(item) for item in items])
         self._drain.left(len(formed.requests), formed.num_tokens, now, is_empty=not self.num_waiting)

@@ -42,6 +42,7 @@ class PrefillWorkers:
         self._away: set[str] = set()
         self._draining: dict[str, _Worker] = {}
         self._placement = PrefillPlacement(max_batches=_MAX_BATCHES)
+        self._recomputing: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._workers
@@ -50,6 +51,15 @@ class PrefillWorkers:
     def num_idle(self) -> int:
         """Workers that have nothing to compute and may be given a batch."""
         return self._placement.num_idle
+
+    @property
+    def compute_from_cache(self) -> bool:
+        """Whether none of them computes what is cached, as far as they have shown."""
+        return not self._recomputing
+
+    def recomputes(self, name: str) -> None:
+        """Take note of a worker that does not see cached pages: it sends what it computes there."""
+        self._recomputing.add(name)
 
     @property
     def num_open(self) -> int:
@@ -132,12 +142,14 @@ class PrefillWorkers:
         ]
         for name in names:
             del self._workers[name], self._draining[name]
+        self._recomputing.difference_update(names)
         return names
 
     def remove_lost(self, name: str) -> tuple[list[PrefillBatch], list[ComputedBatch]]:
         """Forget a worker that died; return the batches that it was to compute, and those whose pages it sent."""
         worker = self._workers.pop(name)
         self._draining.pop(name, None)
+        self._recomputing.discard(name)
         if not worker.is_draining:
             self._placement.remove(name)
         return [batch for batch, _ in worker.in_flight.values()], list(worker.sending.values())

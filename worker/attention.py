@@ -12,6 +12,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.layout import BatchInputs
+from scheduler.errors import ConfigError
 from worker.decode_kernels import decode_attention, decode_plan
 from worker.kernels import prefill_attention
 from worker.kv_pool import KVPool
@@ -128,13 +129,17 @@ def _attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedPass,
+    paged: PagedPass | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in the form that transformers calls: query ``[1, heads, T, head_dim]``."""
+    if paged is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not hand on what its model is called with: it has no KV to page"
+        )
     out = paged.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0],

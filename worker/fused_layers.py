@@ -10,8 +10,6 @@ Which layers are of this form is not read off their class: each is compared with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,41 +17,12 @@ from torch import nn
 
 from worker.attention import PagedPass
 from worker.packed import PackedLinear, is_packable
+from worker.trial import Call, TrialPass, record_calls
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
-_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""How far a layer may be from the original, in parts of what the original adds to its input."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What an original layer was called with in a trial pass, and what it did."""
-
-    inputs: torch.Tensor  # [1, T, hidden]
-    output: torch.Tensor  # [1, T, hidden]
-    cos: torch.Tensor  # [1, T, head_dim]
-    sin: torch.Tensor  # [1, T, head_dim]
-    attention: dict[str, Any]
-    """Settings of `PagedPass.attend`."""
-
-
-class _Trial:
-    """A pass whose attention is no attention, but whose result depends on queries, keys and values alike."""
-
-    def __init__(self) -> None:
-        self.settings: dict[int, dict[str, Any]] = {}
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
-    ) -> torch.Tensor:
-        """Do as `PagedPass` says, but for the result."""
-        self.settings[layer] = settings
-        groups = query.shape[0] // key.shape[0]
-        mixed = query * key.repeat_interleave(groups, 0) + value.repeat_interleave(groups, 0)
-        return mixed.transpose(0, 1)
 
 
 class FusedLayer(nn.Module):
@@ -168,14 +137,16 @@ def fuse_layers(model: nn.Module, token_ids: torch.Tensor) -> frozenset[int]:
         for name, child in list(parent.named_children())
         if _has_usual_form(child)
     ]
-    calls = _try(model, [layer for _, _, layer in places], token_ids) if places else {}
+    if not places:
+        return frozenset()
+    calls, trial = record_calls(model, [layer for _, _, layer in places], token_ids)
     last, angles, fused_layers = _last_layer(model), _Angles(), set()
     for parent, name, layer in places:
-        layer_idx = int(layer.self_attn.layer_idx)  # type: ignore[union-attr,arg-type]
-        if layer_idx not in calls:
+        if layer not in calls:
             continue
-        fused = FusedLayer(layer, calls[layer_idx].attention, angles, is_last=layer_idx == last)
-        if _agrees(fused, calls[layer_idx]):
+        layer_idx = int(layer.self_attn.layer_idx)  # type: ignore[union-attr,arg-type]
+        fused = _fuse(calls[layer], layer, trial, angles, is_last=layer_idx == last)
+        if fused is not None:
             setattr(parent, name, fused)
             fused_layers.add(layer_idx)
     return frozenset(fused_layers)
@@ -213,32 +184,14 @@ def _eps(norm: Any) -> float | None:
     return eps
 
 
-def _try(model: nn.Module, layers: Sequence[nn.Module], token_ids: torch.Tensor) -> dict[int, _Call]:
-    """Run the model with a trial attention; return, by index, how layers that were told all positions were called."""
-    trial = _Trial()
-    calls: dict[int, _Call] = {}
-
-    def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        attn = layer.self_attn
-        angles = kwargs.get("position_embeddings")
-        settings = trial.settings.get(attn.layer_idx)
-        if settings is None or angles is None or not args or not isinstance(output, torch.Tensor):
-            return
-        if angles[0].shape == (1, args[0].shape[1], attn.head_dim):
-            calls[attn.layer_idx] = _Call(args[0], output, angles[0], angles[1], settings)
-
-    handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
-    try:
-        model(input_ids=token_ids, use_cache=False, logits_to_keep=1, paged=trial)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _agrees(fused: FusedLayer, call: _Call) -> bool:
-    output = fused(call.inputs, position_embeddings=(call.cos, call.sin), paged=_Trial())
-    added = (call.output - call.inputs).float().norm(dim=-1)
-    error = (output - call.output).float().norm(dim=-1) / added
-    # Few tokens, the first of a text among them, have inputs so large that the rounding of the sum hides the rest.
-    return bool(error.median() <= _LIMITS[call.inputs.dtype])
+def _fuse(call: Call, layer: Any, trial: TrialPass, angles: _Angles, *, is_last: bool) -> FusedLayer | None:
+    """Return the fused form of a layer, or None if it computes something else."""
+    attn = layer.self_attn
+    settings, positions = trial.settings.get(attn.layer_idx), call.settings.get("position_embeddings")
+    if settings is None or positions is None:
+        return None
+    if positions[0].shape != (1, call.inputs.shape[1], attn.head_dim):
+        return None  # Its angles are not those of all positions.
+    fused = FusedLayer(layer, settings, angles, is_last=is_last)
+    output = fused(call.inputs, position_embeddings=positions, paged=TrialPass())
+    return fused if call.agrees(output) else None

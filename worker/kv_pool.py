@@ -243,7 +243,8 @@ class KVPool:
         or a shared one not under the epoch that the lease names for it."""
         refused: dict[int, StaleLeaseError] = {}
         for i, lease in enumerate(leases):
-            if any(self._epoch_of(page) != lease.epoch for page in lease.own_page_ids):
+            epochs = list(map(self._epoch_of, lease.own_page_ids))
+            if epochs.count(lease.epoch) != len(epochs):
                 refused[i] = StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")
             elif not self._holds_shared(lease):
                 refused[i] = _shared_error(lease)

@@ -19,10 +19,12 @@ from scheduler.garbage import collections_put_off
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
+from worker.gated_mlp import fuse_gated_mlps
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
+from worker.last_layer import cut_last_layer
 from worker.merge import merge_projections
 from worker.packed import PackedLinear, pack_linears
 from worker.parallel.weights import fill_model
@@ -213,16 +215,19 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     )
     generator = torch.Generator().manual_seed(0)
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
-    own = _run_with_attention(model, "eager", sequence.unsqueeze(0).to(model.device))[0, -1].float()
+    trial = sequence.unsqueeze(0).to(model.device)
+    own = _run_with_attention(model, "eager", trial)[0, -1].float()
     fused_layers: frozenset[int] = frozenset()
     if model.device.type == "cpu" and group is None:
         # A fused layer adds the residual within a product that ranks have yet to sum.
-        fused_layers = fuse_layers(model, sequence.unsqueeze(0))
+        fused_layers = fuse_layers(model, trial)
+    cuts_rows = len(kv_spec.layers) - 1 in fused_layers or cut_last_layer(model, trial)
     merge_projections(model)
-    if model.device.type == "cpu":
+    if model.device.type == "cuda":
+        fuse_gated_mlps(model, trial)
+    else:
         pack_linears(model)
         keep_freed_memory()
-    cuts_rows = len(kv_spec.layers) - 1 in fused_layers
     loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded

@@ -77,7 +77,6 @@ class ModelRunner:
             self._graphs = self._make_graphs(self._graphs.ladder)
             return self._graphs.prepare()
 
-    @torch.inference_mode()
     def submit(self, slots: Sequence[SlotInput]) -> Ticket:
         """Start to compute the tokens of `slots` in one pass; its result is the next token after each."""
         return self._graphs.submit(slots)

@@ -93,7 +93,8 @@ def track(request: Request, grammars: Grammars, *, vocab_size: int) -> OutputSta
     Raises `InvalidRequestError` that names the field if a setting is none that can be computed.
     """
     sampling = request.sampling
-    _check(sampling, vocab_size)
+    if sampling.min_tokens > 0 or sampling.logit_bias or sampling.num_logprobs is not None:
+        _check(sampling, vocab_size)
     if sampling.grammar is not None:
         return OutputState(request, grammars.matcher(sampling.grammar))
     is_shaped = _is_penalised(sampling) or bool(sampling.logit_bias) or sampling.min_p > 0

@@ -46,7 +46,7 @@ from worker.prefill_plan import (
     merge_results,
     split_batch,
 )
-from worker.prefill_submitted import Arriving, DeviceTime, Launched, SubmittedPrefill
+from worker.prefill_submitted import DeviceTime, Launched, PendingHandoff, SubmittedPrefill, draft_result
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PrefillEngine:
         self._runners: dict[str, ModelRunner] = {}
         self._open: dict[str, PoolHandle] = {}
         self._device_time = DeviceTime()
-        self._arrivals: dict[int, list[Arriving]] = {}
+        self._pending: dict[int, list[PendingHandoff]] = {}
         """Of batches that are computed: what is still on its way."""
 
     def attach(self, handle: PoolHandle) -> tuple[BucketReport, ...]:
@@ -241,7 +241,7 @@ class PrefillEngine:
 
     def handed_off(self, batch_id: int) -> HandoffResult:
         """Wait until the pages of a batch have arrived, or cannot. For another thread than that of `run`."""
-        return merge_handoffs([arriving.result() for arriving in self._arrivals.pop(batch_id)])
+        return merge_handoffs([pending.result() for pending in self._pending.pop(batch_id)])
 
     def submit(self, batch: PrefillBatch) -> SubmittedPrefill:
         """Start a batch. On a GPU this returns before it is computed, so that the next one can be prepared."""
@@ -251,19 +251,17 @@ class PrefillEngine:
         lengths = [len(ids) for ids in tokens]
         writing = handoff.begin([item.lease for item in batch.items], lengths)
         try:
-            submitted = self._launch(batch, tokens, writing)
+            launched = self._launch(batch, tokens, writing)
         except BaseException:
             handoff.finish(writing)  # Whatever it holds, its pages come back.
             raise
         return SubmittedPrefill(
-            worker=self.name,
             batch=batch,
-            launched=submitted,
+            launched=launched,
             handoff=handoff,
             writing=writing,
-            arrivals=self._arrivals,
-            eager_reason=runner.eager_reason,
-            cost=self._cost,
+            pending=self._pending,
+            draft=draft_result(self.name, batch, launched, cost=self._cost, eager_reason=runner.eager_reason),
             started=started,
             device_time=self._device_time,
         )

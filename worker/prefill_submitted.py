@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +24,7 @@ from scheduler.messages import (
     Request,
 )
 from worker.flops import PrefillCost
-from worker.handoff.base import Arrival, Handoff, Writing
+from worker.handoff.base import Arriving, Handoff, Writing
 from worker.sampling.logprobs import read_logprobs, read_prompt_report
 from worker.sequences import finish_reason
 
@@ -39,6 +38,39 @@ class Launched:
     passes: Sequence[tuple[Sequence[Segment], Ticket]]
     prompt_reports: Mapping[str, Sequence[torch.Tensor]]
     """By request id, of those that asked for logprobs of the prompt: one tensor a pass."""
+
+
+def draft_result(
+    worker: str, batch: PrefillBatch, launched: Launched, *, cost: PrefillCost, eager_reason: str | None
+) -> PrefillResult:
+    """Return what is known of a batch's result as soon as it is launched, so that the device need not wait for it."""
+    buckets: Counter[str] = Counter()
+    num_tokens = num_positions = 0
+    for segments, ticket in launched.passes:
+        buckets[str(ticket.bucket)] += 1
+        num_tokens += sum([segment.end - segment.start for segment in segments])
+        num_positions += ticket.bucket.num_tokens
+    eager_steps = {
+        eager_reason: len(launched.passes),
+        "prompt_logprobs": sum(map(len, launched.prompt_reports.values())),
+    }
+    return PrefillResult(
+        batch_id=batch.batch_id,
+        worker=worker,
+        outcomes=(),
+        num_tokens=num_tokens,
+        padding_tokens=num_positions - num_tokens,
+        replays={} if eager_reason else dict(buckets),
+        eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
+        flops=cost.flops(segments for segments, _ in launched.passes),
+        num_query_tokens=sum(
+            [
+                item.request.num_prefill_tokens
+                for item in batch.items
+                if item.request.prefix and not item.request.reports_prompt
+            ]
+        ),
+    )
 
 
 class DeviceTime:
@@ -57,87 +89,64 @@ class DeviceTime:
 class SubmittedPrefill:
     """A batch under way."""
 
-    worker: str
     batch: PrefillBatch
     launched: Launched
     handoff: Handoff
     writing: Writing
-    arrivals: dict[int, list[Arriving]]
+    pending: dict[int, list[PendingHandoff]]
     """Where the engine keeps what is still on its way when the result is there."""
-    eager_reason: str | None
-    cost: PrefillCost
+    draft: PrefillResult
+    """What is known of the result before it is there."""
     started: float
     device_time: DeviceTime
 
     def result(self) -> PrefillResult:
         """Wait for the batch and return what became of its items."""
-        chosen: dict[str, PrefillOutcome] = {}
-        buckets: Counter[str] = Counter()
         try:
-            num_tokens, padding = self._take_passes(chosen, buckets)
+            chosen = self._take_passes()
         except BaseException:
             self.handoff.finish(self.writing)  # Whatever it holds, its pages come back.
             raise
         seconds = self.device_time.ended(self.started)
-        arriving = Arriving(
-            worker=self.worker,
+        pending = PendingHandoff(
+            worker=self.draft.worker,
             batch_id=self.batch.batch_id,
             items=self.batch.items,
             transport=self.handoff.transport,
-            arrival=self.handoff.finish(self.writing),
+            arriving=self.handoff.finish(self.writing),
         )
         failed = dict(self.launched.refused)
         # An error that is known now spares the client a token that would be computed again.
-        is_pending = not arriving.arrival.done()
-        if is_pending:
-            self.arrivals.setdefault(self.batch.batch_id, []).append(arriving)
-        else:
-            errors = arriving.arrival.result().errors
+        is_known = pending.arriving.done()
+        if is_known:
+            errors = pending.arriving.result().errors
             failed |= {self.batch.items[i].request.request_id: error for i, error in errors.items()}
-        eager_steps = {
-            self.eager_reason: len(self.launched.passes),
-            "prompt_logprobs": sum(map(len, self.launched.prompt_reports.values())),
-        }
-        return PrefillResult(
-            batch_id=self.batch.batch_id,
-            worker=self.worker,
+        else:
+            self.pending.setdefault(self.batch.batch_id, []).append(pending)
+        num_cached = self.writing.num_cached or [0] * len(self.batch.items)
+        return replace(
+            self.draft,
             outcomes=tuple(
-                self._outcome(item.request, num_cached, chosen, failed)
-                for item, num_cached in zip(
-                    self.batch.items,
-                    self.writing.num_cached or [0] * len(self.batch.items),
-                    strict=True,
-                )
+                [
+                    self._outcome(item.request, count, chosen, failed)
+                    for item, count in zip(self.batch.items, num_cached, strict=True)
+                ]
             ),
-            num_tokens=num_tokens,
-            padding_tokens=padding,
-            replays={} if self.eager_reason else dict(buckets),
-            eager_steps={reason: steps for reason, steps in eager_steps.items() if reason and steps},
             seconds=seconds,
-            flops=self.cost.flops(segments for segments, _ in self.launched.passes),
-            handoff=None if is_pending else arriving.result(),
-            handoff_pending=is_pending,
-            num_query_tokens=sum(
-                item.request.num_prefill_tokens
-                for item in self.batch.items
-                if item.request.prefix and not item.request.reports_prompt
-            ),
+            handoff=pending.result() if is_known else None,
+            handoff_pending=not is_known,
         )
 
-    def _take_passes(self, chosen: dict[str, PrefillOutcome], buckets: Counter[str]) -> tuple[int, int]:
-        """Wait for the passes; return the tokens that were computed, and those that were padding."""
-        num_tokens = padding = 0
+    def _take_passes(self) -> dict[str, PrefillOutcome]:
+        """Wait for the passes; return what they chose, by request id."""
+        chosen: dict[str, PrefillOutcome] = {}
         for segments, ticket in self.launched.passes:
             # Only the last chunk of a prompt has seen all of it: later passes overwrite earlier choices.
-            report = ticket.report()
-            for i, (segment, token) in enumerate(zip(segments, ticket.result(), strict=True)):
+            tokens, report = ticket.result(), ticket.report()
+            for i, (segment, token) in enumerate(zip(segments, tokens, strict=True)):
                 request = self.batch.items[segment.item].request
                 chosen[request.request_id] = _chosen(request, token, report[i] if len(report) else None)
-            pass_tokens = sum(segment.end - segment.start for segment in segments)
-            buckets[str(ticket.bucket)] += 1
-            num_tokens += pass_tokens
-            padding += ticket.bucket.num_tokens - pass_tokens
-        return num_tokens, padding
+        return chosen
 
     def _outcome(
         self,
@@ -163,18 +172,18 @@ class SubmittedPrefill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arriving:
+class PendingHandoff:
     """Pages on their way."""
 
     worker: str
     batch_id: int
     items: Sequence[PrefillItem]
     transport: str
-    arrival: Future[Arrival]
+    arriving: Arriving
 
     def result(self) -> HandoffResult:
         """Wait for them."""
-        arrival = self.arrival.result()
+        arrival = self.arriving.result()
         return HandoffResult(
             batch_id=self.batch_id,
             worker=self.worker,

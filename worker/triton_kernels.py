@@ -15,6 +15,8 @@ import triton.language as tl
 _ROWS = 64
 """(token, query head) pairs of a block. With four warps and two stages this was the fastest tiling measured on an
 H200 from 16 to 1,024 tokens a sequence; larger ones gain from some 8,000 on."""
+_FEW_TOKENS = 512
+"""Up to so many a multiprocessor has one program or two, which then must have more of its cached keys on their way."""
 
 
 def launch_attention(
@@ -75,6 +77,7 @@ def launch_attention(
         BLOCK_TOKENS=block_tokens,
         PADDED_BLOCK_TOKENS=triton.next_power_of_2(block_tokens),
         BLOCK_KEYS=block_keys,
+        CACHED_STAGES=4 if num_tokens <= _FEW_TOKENS and head_dim <= 128 else 2,
         num_warps=4,
         num_stages=2,
     )
@@ -118,6 +121,7 @@ def _attention_kernel(
     BLOCK_TOKENS: tl.constexpr,
     PADDED_BLOCK_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    CACHED_STAGES: tl.constexpr,
 ):
     # Long sequences' last blocks have the most to do: the highest numbers start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -183,7 +187,22 @@ def _attention_kernel(
         first_key = tl.maximum(cached + first - start - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
     block_keys = tl.arange(0, BLOCK_KEYS)
 
-    for begin in range(first_key, cached, BLOCK_KEYS):
+    # Whole blocks of cached keys within one page each are seen by all rows: no mask, and one look at the table.
+    whole_end = first_key
+    if WINDOW == 0 and PAGE_SIZE % BLOCK_KEYS == 0:
+        whole_end = cached // BLOCK_KEYS * BLOCK_KEYS
+        for begin in tl.range(first_key, whole_end, BLOCK_KEYS, num_stages=CACHED_STAGES):
+            page = tl.load(pages + begin // PAGE_SIZE).to(tl.int64)
+            offsets = (page * PAGE_SIZE + begin % PAGE_SIZE + block_keys) * (NUM_KV_HEADS * HEAD_DIM)
+            block_k = tl.load(pool_keys + offsets[None, :] + dims[:, None], mask=dim_mask[:, None], other=0.0)
+            block_v = tl.load(
+                pool_values + offsets[:, None] + dims[None, :], mask=dim_mask[None, :], other=0.0
+            )
+            acc, total, top = _attend(
+                queries, block_k, block_v, acc, total, top, positions, begin + block_keys, cached,
+                score_scale, softcap, WINDOW, HAS_SOFTCAP, False,
+            )  # fmt: skip
+    for begin in range(whole_end, cached, BLOCK_KEYS):
         key_positions = begin + block_keys
         key_mask = key_positions < cached
         page = tl.load(pages + key_positions // PAGE_SIZE, mask=key_mask, other=0).to(tl.int64)

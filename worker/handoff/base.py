@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +35,16 @@ class Writing:
         return sum(len(ids) for i, ids in enumerate(self.own_page_ids) if i not in errors)
 
 
+class Arriving(Protocol):
+    """A writing on its way: a future, or the `Arrival` itself."""
+
+    def done(self) -> bool:
+        """Whether it has arrived, or has failed to."""
+
+    def result(self, timeout: float | None = None) -> Arrival:
+        """Wait for it, for `timeout` seconds at most. Raises `TimeoutError`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """What became of a writing."""
@@ -46,6 +55,14 @@ class Arrival:
     """Of the pages that hold it."""
     seconds: float
     """Spent for the handoff alone."""
+
+    def done(self) -> bool:
+        """Return true, as of everything `Arriving` that is known."""
+        return True
+
+    def result(self, timeout: float | None = None) -> Arrival:
+        """Return it."""
+        return self
 
 
 class Handoff(Protocol):
@@ -66,7 +83,7 @@ class Handoff(Protocol):
     def begin(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> Writing:
         """Make room for so many tokens of each lease. May wait until earlier writings have arrived."""
 
-    def finish(self, writing: Writing) -> Future[Arrival]:
+    def finish(self, writing: Writing) -> Arriving:
         """All has been written: see to it that it arrives. Every writing that began must be finished, once."""
 
     def close(self) -> None:

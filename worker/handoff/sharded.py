@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -127,8 +126,8 @@ class ReslicedHandoff:
         ]
         return Writing(leases=leases, page_ids=page_ids, refused=refused)
 
-    def finish(self, writing: Writing) -> Future[Arrival]:
-        """Copy what was written, on all ranks. Done at once."""
+    def finish(self, writing: Writing) -> Arrival:
+        """Copy what was written, on all ranks."""
         assert self._epochs is not None
         started = time.perf_counter()
         places = [i for i in range(len(writing.leases)) if i not in writing.refused]
@@ -149,15 +148,11 @@ class ReslicedHandoff:
         late |= self._epochs.check([writing.leases[i] for i in places])
         errors = {places[i]: error for i, error in late.items()}
         num_ranks = 1 if self._group is None else self._group.size
-        arrived: Future[Arrival] = Future()
-        arrived.set_result(
-            Arrival(
-                errors=errors,
-                num_bytes=writing.num_arrived(errors) * self.pool.page_bytes * num_ranks,
-                seconds=time.perf_counter() - started,
-            )
+        return Arrival(
+            errors=errors,
+            num_bytes=writing.num_arrived(errors) * self.pool.page_bytes * num_ranks,
+            seconds=time.perf_counter() - started,
         )
-        return arrived
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages of our own to pages of the decode ranks; on rank 0, wait until all ranks have done so."""

@@ -1,0 +1,82 @@
+"""The last decoder layer, which after its attention goes on with those rows only of which somebody wants logits.
+
+Of a prompt that is the last token's. All tokens need the keys and values of the last layer, but nothing reads what
+else it makes of them: of a model of 36 layers 2.4 % of all products are saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.trial import record_calls
+
+
+class LastLayer(nn.Module):
+    """A decoder layer whose code stays the family's own, around an attention that is computed before."""
+
+    def __init__(self, layer: Any) -> None:
+        """Take the layer apart. `restore` undoes that."""
+        super().__init__()
+        self.attention: Any = layer.self_attn
+        self.out: Any = self.attention.o_proj
+        self.attention.o_proj = nn.Identity()
+        layer.self_attn = _Attended()
+        self.layer: Any = layer
+
+    def restore(self) -> None:
+        """Put the layer together again. This module must not be used afterwards."""
+        self.attention.o_proj = self.out
+        self.layer.self_attn = self.attention
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, kept: torch.Tensor | None = None, **settings: Any
+    ) -> torch.Tensor:
+        """Return ``[1, T, hidden]`` for as much, or the rows `kept`, ``[S]``, of it."""
+        attended, _ = self.attention(hidden_states=self.layer.input_layernorm(hidden_states), **settings)
+        if kept is not None:
+            hidden_states, attended = hidden_states[:, kept], attended[:, kept]
+        output: torch.Tensor = self.layer(hidden_states, attended=self.out(attended), **settings)
+        return output
+
+
+class _Attended(nn.Module):
+    """Stands where a layer has its attention, and returns what came of it."""
+
+    def forward(self, *_: Any, attended: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
+        """Return what an attention module returns."""
+        return attended, None
+
+
+@torch.inference_mode()
+def cut_last_layer(model: nn.Module, token_ids: torch.Tensor) -> bool:
+    """Make the last decoder layer a `LastLayer` if that computes the same; return whether it does.
+
+    `token_ids`, ``[1, T]``, is a sequence to try it with.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "input_layernorm") and hasattr(getattr(child, "self_attn", None), "o_proj")
+    ]
+    if not places:
+        return False
+    parent, name, layer = places[-1]
+    calls, _ = record_calls(model, [layer], token_ids)
+    if layer not in calls:
+        return False
+    call, last = calls[layer], LastLayer(layer)
+    # In another order: a layer that mixes tokens outside its attention would show.
+    kept = torch.arange(token_ids.shape[1], device=token_ids.device).flip(0)
+    try:
+        agrees = call.agrees(last(call.inputs, kept=kept, **call.settings), kept)
+    except (TypeError, ValueError, RuntimeError):
+        agrees = False  # A layer of another form may not even take what it is given here.
+    if agrees:
+        setattr(parent, name, last)
+    else:
+        last.restore()
+    return agrees
