@@ -20,11 +20,11 @@ from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
-from worker.host_memory import keep_freed_memory
+from worker.host_memory import keep_freed_memory, use_huge_pages
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.last_layer import cut_last_layer
 from worker.merge import merge_projections
-from worker.packed import PackedLinear, pack_linears
+from worker.packed import PackedLinear, pack_linears, packed_memory
 from worker.parallel.weights import fill_model
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     if model.device.type == "cpu":
         pack_linears(model)
         keep_freed_memory()
+        use_huge_pages(packed_memory(model))
     loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded

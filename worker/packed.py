@@ -28,6 +28,12 @@ def pack_linears(model: nn.Module) -> int:
     return count
 
 
+def packed_memory(model: nn.Module) -> list[tuple[int, int]]:
+    """Return address and bytes of every packed weight of a model."""
+    packed = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
+    return [(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)) for weight in packed]
+
+
 def is_packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is a plain linear layer that oneDNN can compute as well on this processor."""
     # Exactly `nn.Linear`: a subclass may compute something else.
