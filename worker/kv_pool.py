@@ -81,6 +81,7 @@ class KVPool:
         counts = [prod(shape) for shape in self._shapes]
         starts = [0, *accumulate(2 * count for count in counts)]
         self._offsets = [(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        self._layers = [self._views(index) for index in range(len(counts))]
 
     @property
     def device(self) -> torch.device:
@@ -200,6 +201,9 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer, each ``[num_pages, page_size, kv_heads, head_dim]``."""
+        return self._layers[index]
+
+    def _views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._offsets[index]
         shape = self._shapes[index]
         count = values - keys
