@@ -18,6 +18,7 @@ from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
+from worker.gated_mlp import fuse_gated_mlps
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory, use_huge_pages
@@ -215,7 +216,9 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
         fused_layers = fuse_layers(model, trial)
     cuts_rows = len(kv_spec.layers) - 1 in fused_layers or cut_last_layer(model, trial)
     merge_projections(model)
-    if model.device.type == "cpu":
+    if model.device.type == "cuda":
+        fuse_gated_mlps(model, trial)
+    else:
         pack_linears(model)
         keep_freed_memory()
         use_huge_pages(packed_memory(model))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""How far another layer's result may be from the original's, in parts of what the original adds to its input."""
+"""How far another module's result may be from the original's, in parts of that, or of what it adds to its input."""
 
 
 class TrialPass:
@@ -35,20 +35,25 @@ class TrialPass:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a decoder layer was called with, and what it returned."""
+    """What a decoder layer, or a part of one, was called with, and what it returned."""
 
     inputs: torch.Tensor  # [1, T, hidden]
     settings: dict[str, Any]
     """Its keywords, `paged` among them."""
     output: torch.Tensor  # [1, T, hidden]
 
-    def agrees(self, output: torch.Tensor, rows: slice | torch.Tensor = slice(None)) -> bool:
-        """Whether another layer's output, of these rows, is the same but for rounding."""
+    def agrees(
+        self, output: torch.Tensor, rows: slice | torch.Tensor = slice(None), *, adds: bool = True
+    ) -> bool:
+        """Whether another module's output, of these rows, is the same but for rounding.
+
+        `adds` says that the original adds something to its input, of which the limit is a part.
+        """
         inputs, expected = self.inputs[:, rows], self.output[:, rows]
         if output.shape != expected.shape:
             return False
-        added = (expected - inputs).float().norm(dim=-1)
-        error = (output - expected).float().norm(dim=-1) / added
+        size = (expected - inputs if adds else expected).float().norm(dim=-1)
+        error = (output - expected).float().norm(dim=-1) / size
         # Few tokens, the first of a text among them, have inputs so large that the rounding of the sum hides the rest.
         return bool(error.median() <= _LIMITS[self.inputs.dtype])
 

@@ -5,9 +5,10 @@ The kernel owns no state. Its parts:
 
 - One thread block an SM stays for all its tiles (persistent), so that a tile's first loads run while the tile before
   is still multiplied and stored.
-- One warp only loads, by TMA, into a ring of shared memory; two or three groups of four warps only multiply, each its
-  own rows of the tile, and keep their results in registers. A full and an empty barrier per place of the ring lie
-  between them. As no group waits for another, one group's SiLU runs beside the others' products.
+- One warp only loads, by TMA, into a ring of shared memory (of the largest tiles, the first of the groups does); three
+  groups of four warps multiply, each its own rows of the tile, and keep their results in registers. A full and an
+  empty barrier per place of the ring lie between them. As no group waits for another, one group's SiLU runs beside
+  the others' products.
 - The products are computed transposed: the rows of a tile are the weight's, its columns the tokens. Three groups of 64
   rows then cut Qwen3-8B's 24,576 rows into 128 tiles, which fill an H200's 132 SMs with one tile each up to 256 tokens,
   two for 512 and so on; and a tile of 192 x 256 reads a fifth less from L2 than one of 128 x 256 for the same work.
@@ -16,9 +17,6 @@ The kernel owns no state. Its parts:
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,35 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-STEP = 64
-"""Columns of x and weight in a place of the ring: 128 bytes of bfloat16, the widest swizzle."""
-_MOST_STAGES = 6
+from worker.gated_tilings import GROUP_ROWS, NUM_GROUPS, STEP, Tiling
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tiling:
-    """How a gated product is cut.
-
-    A block multiplies `num_groups` * `rows` rows of the weight, half of them gate's, with `tokens` tokens at once; its
-    ring has `num_stages` places. `token_tiles` tiles of the same weight are computed one after the other, so that they
-    find it in L2. Without `has_loader` the first of three groups loads, too.
-    """
-
-    num_groups: int
-    rows: int
-    tokens: int
-    num_stages: int
-    token_tiles: int = 8
-    has_loader: bool = True
-
-    @property
-    def instruction(self) -> int:
-        """Tokens of one instruction.
-
-        Three groups and a loader are 512 threads, of which each starts with 128 of an SM's 65,536 registers; the
-        assembler refuses there what needs more for one instruction, although each group has 160 by then.
-        """
-        return min(self.tokens, 128) if self.num_groups == 3 and self.has_loader else self.tokens
+_TOKEN_TILES = 8
+"""Tiles of the same rows of the weight that are computed one after the other, so that they find it in L2."""
 
 
 @gluon.jit
@@ -138,7 +111,7 @@ def _gated(acc, EIGHTS: gl.constexpr, TOKENS: gl.constexpr):
 def _multiply(
     work,
     NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, TOKEN_TILES: gl.constexpr, GROUP: gl.constexpr,
-    LOADS: gl.constexpr, INSTRUCTION: gl.constexpr,
+    LOADS: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: the products of its rows of every tile of this block, their SiLU, and the store.
 
@@ -152,7 +125,7 @@ def _multiply(
     STEP: gl.constexpr = x_desc.block_type.shape[1]
     EIGHTS: gl.constexpr = weight_desc.block_type.shape[0]
     # Each warp has 16 of 64 rows and all tokens.
-    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION, 16])
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     result = results.index(GROUP)
     place = 0
     phase = 0
@@ -230,7 +203,7 @@ def _multiply(
 def _gated_product_kernel(
     x_desc, weight_desc, out_desc, num_token_tiles, num_row_tiles,
     NUM_STEPS: gl.constexpr, NUM_GROUPS: gl.constexpr, NUM_STAGES: gl.constexpr, TOKEN_TILES: gl.constexpr,
-    HAS_LOADER: gl.constexpr, INSTRUCTION: gl.constexpr,
+    HAS_LOADER: gl.constexpr,
 ):  # fmt: skip
     """A block's shared memory and barriers, and its groups of warps."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES] + x_desc.block_type.shape, x_desc.layout)
@@ -255,22 +228,12 @@ def _gated_product_kernel(
         num_token_tiles,
         num_row_tiles,
     )
-    if NUM_GROUPS == 2:
+    if HAS_LOADER:
         gl.warp_specialize(
             [
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, False, INSTRUCTION)),
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
-                (_load, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    elif HAS_LOADER:
-        gl.warp_specialize(
-            [
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, False, INSTRUCTION)),
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, False)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False)),
                 (_load, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES)),
             ],
             [4, 4, 1],
@@ -279,76 +242,47 @@ def _gated_product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, True, INSTRUCTION)),
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False, INSTRUCTION)),
-                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False, INSTRUCTION)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 0, True)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 1, False)),
+                (_multiply, (work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, 2, False)),
             ],
             [4, 4],
             [168, 168],
         )
 
 
-def launch_gated_product(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x @ gate^T) * (x @ up^T) of `x` [T, K] and `weight` [2 I, K], gate's rows first; all bfloat16, contiguous.
-
-    Returns [T, I]. Sums and SiLU are float32. `is_supported` says for which shapes it can be called.
-    """
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, out, tiling_of(x.shape[0]))
-    return out
-
-
-def is_supported(num_inputs: int, num_outputs: int) -> bool:
-    """Whether the kernel can multiply rows of `num_inputs` (K) and give `num_outputs` (I) of them.
-
-    A box of the weight has whole eights of rows and whole steps, and a ring must not be longer than a row.
-    """
-    return num_inputs % STEP == 0 and num_inputs >= _MOST_STAGES * STEP and num_outputs % 8 == 0
-
-
-def tiling_of(num_tokens: int) -> Tiling:
-    """The tiling for T tokens."""
-    if num_tokens <= 64:
-        return Tiling(num_groups=3, rows=64, tokens=64, num_stages=6)
-    if num_tokens <= 128:
-        return Tiling(num_groups=3, rows=64, tokens=128, num_stages=5)
-    return Tiling(num_groups=3, rows=64, tokens=256, num_stages=3)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(base, shape, strides, block, layout)
-
-
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tiling: Tiling) -> None:
-    (num_tokens, num_inputs), num_outputs = x.shape, out.shape[1]
-    eights, half = tiling.rows // 16, tiling.rows // 2
-    x_desc = _descriptor(x, [num_tokens, num_inputs], [num_inputs, 1], [tiling.tokens, STEP])
+def launch_gated_product(inputs: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+    """Do as `worker.gated_kernels.gated_product` says, in bfloat16; sums and SiLU are float32."""
+    (num_tokens, num_inputs), num_outputs = inputs.shape, weight.shape[0] // 2
+    out = inputs.new_empty(num_tokens, num_outputs)
+    half = GROUP_ROWS // 2
+    x_desc = _descriptor(inputs, [num_tokens, num_inputs], [num_inputs, 1], [tiling.tokens, STEP])
     weight_desc = _descriptor(
         weight,
         [num_outputs // 8, 2, 8, num_inputs],
         [8 * num_inputs, num_outputs * num_inputs, num_inputs, 1],
-        [eights, 2, 8, STEP],
+        [GROUP_ROWS // 16, 2, 8, STEP],
     )
     out_desc = _descriptor(out, [num_tokens, num_outputs], [num_outputs, 1], [tiling.tokens, half])
     num_token_tiles = -(-num_tokens // tiling.tokens)
-    num_row_tiles = -(-num_outputs // (tiling.num_groups * half))
-    _gated_product_kernel[(min(num_token_tiles * num_row_tiles, _num_multiprocessors(x.device)),)](
+    num_row_tiles = -(-num_outputs // (NUM_GROUPS * half))
+    num_blocks = torch.cuda.get_device_properties(inputs.device).multi_processor_count
+    _gated_product_kernel[(min(num_token_tiles * num_row_tiles, num_blocks),)](
         x_desc,
         weight_desc,
         out_desc,
         num_token_tiles,
         num_row_tiles,
         NUM_STEPS=num_inputs // STEP,
-        NUM_GROUPS=tiling.num_groups,
+        NUM_GROUPS=NUM_GROUPS,
         NUM_STAGES=tiling.num_stages,
-        TOKEN_TILES=tiling.token_tiles,
+        TOKEN_TILES=_TOKEN_TILES,
         HAS_LOADER=tiling.has_loader,
-        INSTRUCTION=tiling.instruction,
         num_warps=4,
     )
+    return out
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(base, shape, strides, block, layout)

@@ -1,0 +1,67 @@
+"""The kernels behind `worker.gated_kernels`: one for products and SiLU on Hopper, or SiLU alone behind cuBLAS."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.gated_tilings import Tiling, choose_tiling
+
+_BLOCK = 1024
+_HOPPER = (9, 0)
+
+
+def launch_gated(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Do as `worker.gated_kernels.gated_product` says."""
+    tiling = _tiling(inputs, weight)
+    if tiling is not None:
+        from worker.triton_products import launch_gated_product  # Gluon is of no use elsewhere.
+
+        return launch_gated_product(inputs, weight, tiling)
+    num_tokens, num_outputs = inputs.shape[0], weight.shape[0] // 2
+    products = inputs @ weight.T
+    out = products.new_empty(num_tokens, num_outputs)
+    grid = (num_tokens, triton.cdiv(num_outputs, _BLOCK))
+    _gate_kernel[grid](products, out, num_outputs, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def _tiling(inputs: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
+    """Return how the kernel for Hopper computes this, or None if it does not, or is slower."""
+    device = inputs.device
+    if device.type != "cuda" or inputs.dtype is not torch.bfloat16 or not inputs.is_contiguous():
+        return None
+    capability, num_multiprocessors = _properties(device)
+    if capability != _HOPPER:
+        return None
+    num_tokens, num_inputs = inputs.shape
+    return choose_tiling(
+        num_tokens, num_inputs, weight.shape[0] // 2, num_multiprocessors=num_multiprocessors
+    )
+
+
+@cache
+def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+@triton.jit
+def _gate_kernel(
+    products,  # [T, 2 I], contiguous
+    out,  # [T, I], contiguous
+    num_outputs,
+    BLOCK: tl.constexpr,
+):
+    """Make SiLU of gate, times up, of some outputs of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_outputs
+    row = products + token * 2 * num_outputs
+    gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + num_outputs + columns, mask=mask, other=0.0).to(tl.float32)
+    value = gate * up / (1.0 + tl.exp(-gate))
+    tl.store(out + token * num_outputs + columns, value.to(out.dtype.element_ty), mask=mask)
