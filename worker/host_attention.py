@@ -43,6 +43,8 @@ class _Prompts:
     own_rows: torch.Tensor | None  # the places of those in the pass
     cached: torch.Tensor | None
     """``[N]``, where in the pool the KV of all its tokens is, if the pass begins in the middle of the one sequence."""
+    is_whole_pass: bool = False
+    """Whether `rows` are all rows of the pass, in order."""
 
 
 class _Room:
@@ -99,7 +101,9 @@ class HostPass:
             if kv_lens[i] == length > 0:
                 alike.setdefault(_padded(length), []).append(i)
         self._groups = [
-            _whole_prompts(padded, [starts[i] for i in group], [lengths[i] for i in group])
+            _whole_prompts(
+                padded, [starts[i] for i in group], [lengths[i] for i in group], len(inputs.token_ids)
+            )
             for padded, group in alike.items()
         ]
         for i, length in enumerate(lengths):
@@ -127,10 +131,10 @@ class HostPass:
         if out is None:
             out = self._outs[query.shape] = query.new_zeros(query.shape)
         for number, group in enumerate(self._groups):
-            own_query = query[group.rows]
-            if group.cached is None:
-                own_key, own_value = key[group.rows], value[group.rows]
-            else:
+            own_query, own_key, own_value = query, key, value
+            if not group.is_whole_pass:
+                own_query, own_key, own_value = query[group.rows], key[group.rows], value[group.rows]
+            if group.cached is not None:
                 own_key, own_value = (part.index_select(0, group.cached) for part in (keys, values))
             num_sequences, length = group.shape
             if group.cached is None and length <= _BLOCK_QUERIES:
@@ -235,12 +239,13 @@ def _padded(length: int) -> int:
     return -(-length // _STEP_LENGTH) * _STEP_LENGTH
 
 
-def _whole_prompts(padded: int, starts: Sequence[int], lengths: Sequence[int]) -> _Prompts:
-    """Return the group of sequences whose tokens in the pass are ``start : start + length``, all of them."""
+def _whole_prompts(padded: int, starts: Sequence[int], lengths: Sequence[int], num_tokens: int) -> _Prompts:
+    """Return the group of sequences whose tokens in the pass of `num_tokens` are ``start : start + length``, all of
+    them."""
     count = len(starts)
     if min(lengths) == padded and starts[-1] - starts[0] == (count - 1) * padded:
         whole = slice(starts[0], starts[0] + count * padded)
-        return _Prompts((count, padded), whole, None, None, None)
+        return _Prompts((count, padded), whole, None, None, None, is_whole_pass=count * padded == num_tokens)
     last = torch.tensor(lengths).unsqueeze(1) - 1
     positions = torch.arange(padded).expand(count, padded)
     rows = (torch.tensor(starts).unsqueeze(1) + torch.minimum(positions, last)).flatten()
@@ -363,8 +368,7 @@ def _write(
     pool: KVPool, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the KV of a pass, ``[T, kv_heads, head_dim]``; return that of the whole pool, in the same form."""
-    keys, values = pool.layer(layer)
-    keys, values = keys.view(-1, *key.shape[1:]), values.view(-1, *key.shape[1:])
+    keys, values = pool.rows(layer)
     keys.index_copy_(0, slots, key)
     values.index_copy_(0, slots, value)
     return keys, values
