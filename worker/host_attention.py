@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from graphs.layout import BatchInputs
+from graphs.layout import BatchInputs, DerivedInputs
 from worker.kv_pool import KVPool
 
 _BLOCK_QUERIES = 64
@@ -87,8 +87,7 @@ class _Room:
 class HostPass:
     """A prefill pass on the CPU."""
 
-    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
-        derived = inputs.derive()
+    def __init__(self, inputs: BatchInputs, derived: DerivedInputs, pool: KVPool) -> None:
         self._pool = pool
         self._kv_slots = derived.kv_slots
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -265,8 +264,7 @@ class _Steps:
 class HostStep:
     """A decode step on the CPU: one token for each sequence."""
 
-    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
-        derived = inputs.derive()
+    def __init__(self, inputs: BatchInputs, derived: DerivedInputs, pool: KVPool) -> None:
         self._pool = pool
         self._kv_slots = derived.kv_slots
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.buckets import Bucket
-from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
+from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, DerivedInputs, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
@@ -129,16 +129,16 @@ class Model:
         unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
-        return self._logits(inputs, derived.positions, pool, kept=derived.last_token, is_step=is_step)
+        return self._logits(inputs, derived, pool, kept=derived.last_token, is_step=is_step)
 
     def all_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
         """Do the same as `logits`, but return the logits after every token position, ``[T, V]``."""
-        return self._logits(inputs, inputs.derive().positions, pool, kept=0)
+        return self._logits(inputs, inputs.derive(), pool, kept=0)
 
     def _logits(
         self,
         inputs: BatchInputs,
-        positions: torch.Tensor,
+        derived: DerivedInputs,
         pool: KVPool,
         *,
         kept: torch.Tensor | int,
@@ -153,10 +153,10 @@ class Model:
             kept = 0
         output = self._model(
             input_ids=inputs.token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            position_ids=derived.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=kept,
-            paged=_make_pass(inputs, pool, is_step=is_step),
+            paged=_make_pass(inputs, derived, pool, is_step=is_step),
             **cut,
         )
         logits: torch.Tensor = output.logits[0]
@@ -181,10 +181,10 @@ class Model:
         return self._compiled(inputs, pool, is_step=is_step)
 
 
-def _make_pass(inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
+def _make_pass(inputs: BatchInputs, derived: DerivedInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
     if pool.device.type == "cpu":
         flush_denormals()
-        return HostStep(inputs, pool) if is_step else HostPass(inputs, pool)
+        return HostStep(inputs, derived, pool) if is_step else HostPass(inputs, derived, pool)
     return CudaStep(inputs, pool) if is_step else CudaPass(inputs, pool)
 
 
