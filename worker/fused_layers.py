@@ -10,6 +10,7 @@ Which layers are of this form is not read off their class: each is compared with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,16 +41,22 @@ class FusedLayer(nn.Module):
         self._is_last = is_last
         self._head_dim = int(attn.head_dim)
         self._num_heads = attn.q_proj.out_features // self._head_dim
-        self._num_kv_heads = attn.k_proj.out_features // self._head_dim
-        self.input_norm = _Norm(layer.input_layernorm)
-        self.post_norm = _Norm(layer.post_attention_layernorm)
-        self.head_norms = nn.ModuleList(
-            _Norm(getattr(attn, n)) for n in ("q_norm", "k_norm") if hasattr(attn, n)
-        )
+        self._num_rotated = self._num_heads + attn.k_proj.out_features // self._head_dim
+        self._head_norms = tuple(_norm_of(getattr(attn, n)) for n in ("q_norm", "k_norm") if hasattr(attn, n))
         self.qkv = PackedLinear(attn.q_proj, attn.k_proj, attn.v_proj)
         self.out = PackedLinear(attn.o_proj)
         self.gate, self.up, self.down = (
             PackedLinear(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+        # A module finds its parts in Python code: at 16 tokens that takes as long as what is done with some of them.
+        self._parts = (
+            _norm_of(layer.input_layernorm),
+            self.qkv.forward,
+            self.out.plus,
+            _norm_of(layer.post_attention_layernorm),
+            self.gate.silu,
+            self.up.times,
+            self.down.plus,
         )
 
     def forward(
@@ -62,67 +69,87 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Return ``[1, T, hidden]`` for as much; the last layer returns the rows `kept`, ``[S]``, if there is such."""
+        input_norm, project, project_out, post_norm, gate, up, down = self._parts
         hidden = hidden_states[0]
-        qkv = self.qkv(self.input_norm(hidden)).unflatten(1, (-1, self._head_dim))
-        rotated = self._rotate(qkv[:, : self._num_heads + self._num_kv_heads], position_embeddings)
+        qkv = project(input_norm(hidden))
+        heads = qkv.view(len(hidden), -1, self._head_dim).transpose(0, 1)
+        rotated = self._rotate(qkv, heads, position_embeddings)
         attended = paged.attend(
             self._layer_idx,
-            rotated[:, : self._num_heads].transpose(0, 1),
-            rotated[:, self._num_heads :].transpose(0, 1),
-            qkv[:, self._num_heads + self._num_kv_heads :].transpose(0, 1),
+            rotated[: self._num_heads],
+            rotated[self._num_heads :],
+            heads[len(rotated) :],
             **self._attention,
         ).flatten(1)
         if self._is_last and kept is not None:
             hidden, attended = hidden[kept], attended[kept]
-        hidden = self.out.plus(attended, hidden)
-        normed = self.post_norm(hidden)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden).unsqueeze(0)
+        hidden = project_out(attended, hidden)
+        normed = post_norm(hidden)
+        return down(up(normed, gate(normed)), hidden).unsqueeze(0)
 
     def _rotate(
-        self, heads: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+        self,
+        qkv: torch.Tensor,
+        heads: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Return queries and keys, ``[T, heads, head_dim]``, rotated: the two halves of a head are coordinates."""
-        if self.head_norms:
-            parts = heads.split((self._num_heads, self._num_kv_heads), 1)
-            heads = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], 1)
-        cos, signed_sin = self._angles.of(*position_embeddings)
-        crossed = heads.roll(self._head_dim // 2, -1)
-        return (heads * cos).addcmul_(crossed, signed_sin)
+        """Return queries and keys, ``[heads, T, head_dim]``, rotated: the two halves of a head are coordinates.
+
+        `qkv` is ``[T, all heads * head_dim]``, and `heads` the same as ``[all heads, T, head_dim]``.
+        """
+        num_rotated, head_dim = self._num_rotated, self._head_dim
+        if self._head_norms:
+            norm_query, norm_key = self._head_norms
+            query, key = heads[: self._num_heads], heads[self._num_heads : num_rotated]
+            qkv = torch.cat((norm_query(query), norm_key(key))).transpose(0, 1).flatten(1)
+        flat = qkv[:, : num_rotated * head_dim]
+        cos, signed_sin, crossing = self._angles.of(
+            *position_embeddings, num_rotated, qkv.shape[1] // head_dim
+        )
+        crossed = qkv.view(-1, head_dim // 2).index_select(0, crossing).view(flat.shape)
+        rotated = (flat * cos).addcmul_(crossed, signed_sin)
+        return rotated.view(len(qkv), num_rotated, head_dim).transpose(0, 1)
 
 
-class _Norm(nn.Module):
-    """An RMS norm over the last dimension, computed in float32."""
+def _norm_of(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an RMS norm over the last dimension, which returns its input's type and computes in float32."""
+    weight, eps = norm.weight.detach().float(), torch.tensor(_eps(norm))
+    per_element = 1 / len(weight)
 
-    weight: torch.Tensor
-    eps: torch.Tensor
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.register_buffer("weight", norm.weight.detach().float())
-        self.register_buffer("eps", torch.tensor(_eps(norm)))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the inputs, normed, in their type."""
+    def apply(inputs: torch.Tensor) -> torch.Tensor:
         wide = inputs.to(torch.float32, copy=True)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
-        return wide.mul_(scale).mul_(self.weight).to(inputs.dtype)
+        scale = torch.addcmul(eps, norm, norm, value=per_element).rsqrt_()
+        return wide.mul_(scale).mul_(weight).to(inputs.dtype)
+
+    return apply
 
 
 class _Angles:
-    """Holds the cosines and sines of a pass in the form in which all layers use them."""
+    """Holds what all layers of a pass need to rotate heads of size D, of which they have R to rotate and H in all."""
 
     def __init__(self) -> None:
         self._source: torch.Tensor | None = None
-        self._made: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+        self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines, and sines of which those for the first half of a head are negative, ``[T, 1, head_dim]``."""
+    def of(
+        self, cos: torch.Tensor, sin: torch.Tensor, num_rotated: int, num_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return cosines, and sines of which those for the first half of a head are negative, ``[T, R * D]``; and
+        which half of a head, of ``T * H * 2``, is beside each that is rotated, ``[T * R * 2]``."""
         if self._source is not cos:
-            signs = torch.ones(sin.shape[-1], dtype=sin.dtype)
-            signs[: len(signs) // 2] = -1
-            self._source, self._made = cos, (cos[0].unsqueeze(1), (sin[0] * signs).unsqueeze(1))
-        return self._made
+            self._source, self._made = cos, {}
+        if (num_rotated, num_heads) not in self._made:
+            signed_sin = sin[0].clone()
+            signed_sin[:, : sin.shape[-1] // 2].neg_()
+            halves = torch.arange(cos.shape[1] * num_heads * 2).view(-1, num_heads, 2)
+            crossing = halves[:, :num_rotated].flip(2).flatten()
+            self._made[num_rotated, num_heads] = (
+                cos[0].repeat(1, num_rotated),
+                signed_sin.repeat(1, num_rotated),
+                crossing,
+            )
+        return self._made[num_rotated, num_heads]
 
 
 @torch.inference_mode()

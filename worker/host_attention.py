@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from graphs.layout import BatchInputs
+from graphs.layout import BatchInputs, DerivedInputs
 from worker.kv_pool import KVPool
 
 _BLOCK_QUERIES = 64
@@ -40,18 +40,59 @@ class _Prompts:
     """G sequences, L positions."""
     rows: torch.Tensor | slice  # [G * L], their places in the pass; pads repeat a sequence's last
     own: torch.Tensor | None  # the places in [G * L] that are no pads; None: all
+    own_rows: torch.Tensor | None  # the places of those in the pass
     cached: torch.Tensor | None
     """``[N]``, where in the pool the KV of all its tokens is, if the pass begins in the middle of the one sequence."""
+    is_whole_pass: bool = False
+    """Whether `rows` are all rows of the pass, in order."""
+
+
+class _Room:
+    """Memory for one attention of a group of whole prompts, which all layers alike use one after the other.
+
+    Each tensor is there head by head, as products want it, and once more position by position, as layers have it.
+    """
+
+    def __init__(self, group: _Prompts, heads: tuple[int, int, int], out: torch.Tensor) -> None:
+        """`heads` are the numbers of query and KV heads, and the size of a head; `out`, ``[T, heads, head_dim]``, is
+        that of the pass."""
+        num_sequences, length = group.shape
+        num_heads, num_kv_heads, head_dim = heads
+        self.kv_shape = (num_sequences, length, num_kv_heads, head_dim)
+        self.shape = (num_sequences, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        batch = num_sequences * num_kv_heads
+        self.queries, self.attended = (
+            out.new_empty(batch, self.shape[3] * length, head_dim) for _ in range(2)
+        )
+        keys, self.values = (out.new_empty(batch, length, head_dim) for _ in range(2))
+        self.keys = keys.transpose(1, 2)  # [G * kv_heads, head_dim, L]
+        by_head = (num_sequences, num_kv_heads, length)
+        (
+            self.queries_by_position,
+            self.attended_by_position,
+            self.keys_by_position,
+            self.values_by_position,
+        ) = (
+            part.view(*by_head, *part_shape).transpose(1, 2)
+            for part, part_shape in (
+                (self.queries, self.shape[3:]),
+                (self.attended, self.shape[3:]),
+                (keys, self.shape[4:]),
+                (self.values, self.shape[4:]),
+            )
+        )
+        self.out = out[group.rows].view(self.shape) if group.own is None else out.new_empty(self.shape)
 
 
 class HostPass:
     """A prefill pass on the CPU."""
 
-    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
-        derived = inputs.derive()
+    def __init__(self, inputs: BatchInputs, derived: DerivedInputs, pool: KVPool) -> None:
         self._pool = pool
         self._kv_slots = derived.kv_slots
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+        self._outs: dict[torch.Size, torch.Tensor] = {}
+        self._rooms: dict[tuple[int, tuple[int, int, int]], _Room] = {}
         starts, kv_lens = inputs.query_starts.tolist(), derived.kv_lens.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         alike: dict[int, list[int]] = {}
@@ -59,7 +100,9 @@ class HostPass:
             if kv_lens[i] == length > 0:
                 alike.setdefault(_padded(length), []).append(i)
         self._groups = [
-            _whole_prompts(padded, [starts[i] for i in group], [lengths[i] for i in group])
+            _whole_prompts(
+                padded, [starts[i] for i in group], [lengths[i] for i in group], len(inputs.token_ids)
+            )
             for padded, group in alike.items()
         ]
         for i, length in enumerate(lengths):
@@ -67,7 +110,7 @@ class HostPass:
                 positions = torch.arange(kv_lens[i]).unsqueeze(0)
                 cached = _places(inputs.page_table[i : i + 1], positions, inputs.page_size)[0]
                 rows = slice(starts[i], starts[i] + length)
-                self._groups.append(_Prompts((1, length), rows, None, cached))
+                self._groups.append(_Prompts((1, length), rows, None, None, cached))
 
     def attend(
         self,
@@ -80,31 +123,65 @@ class HostPass:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Do as `PagedPass` says."""
+        """Do as `PagedPass` says. What is returned is the next layer's again."""
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         keys, values = _write(self._pool, layer, self._kv_slots, key, value)
-        out = query.new_zeros(query.shape)
-        for group in self._groups:
-            if group.cached is None:
-                own_keys, own_values = key[group.rows], value[group.rows]
-            else:
-                own_keys, own_values = (part.index_select(0, group.cached) for part in (keys, values))
+        out = self._outs.get(query.shape)
+        if out is None:
+            out = self._outs[query.shape] = query.new_zeros(query.shape)
+        for number, group in enumerate(self._groups):
+            own_query, own_key, own_value = query, key, value
+            if not group.is_whole_pass:
+                own_query, own_key, own_value = query[group.rows], key[group.rows], value[group.rows]
+            if group.cached is not None:
+                own_key, own_value = (part.index_select(0, group.cached) for part in (keys, values))
             num_sequences, length = group.shape
-            own_queries = query[group.rows]
-            attended = out[group.rows] if group.own is None else torch.empty_like(own_queries)
-            self._attend_group(
-                own_queries.view(num_sequences, length, *query.shape[1:]),
-                _by_head(own_keys, num_sequences),
-                _by_head(own_values, num_sequences),
-                attended.view(num_sequences, length, *query.shape[1:]),
-                scaling=scaling,
-                window=window,
-                softcap=softcap,
-            )
-            if group.own is not None:
-                assert isinstance(group.rows, torch.Tensor)
-                out.index_copy_(0, group.rows[group.own], attended.index_select(0, group.own))
+            if group.cached is None and length <= _BLOCK_QUERIES:
+                attended = self._attend_short(
+                    number, own_query, own_key, own_value, out, scaling, window, softcap
+                )
+            else:
+                attended = out[group.rows] if group.own is None else torch.empty_like(own_query)
+                self._attend_group(
+                    own_query.view(num_sequences, length, *query.shape[1:]),
+                    _by_head(own_key, num_sequences),
+                    _by_head(own_value, num_sequences),
+                    attended.view(num_sequences, length, *query.shape[1:]),
+                    scaling=scaling,
+                    window=window,
+                    softcap=softcap,
+                )
+            if group.own is not None and group.own_rows is not None:
+                out.index_copy_(0, group.own_rows, attended.index_select(0, group.own))
         return out
+
+    def _attend_short(
+        self,
+        number: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Let all queries of a group, ``[G * L, heads, head_dim]``, see all its keys in one product; return as much.
+
+        A layer has some ten such operators, and at 16 tokens each of them takes as long as calling it. `out` is that
+        of the pass, where the group's part is left if it has no pads.
+        """
+        heads = (query.shape[1], key.shape[1], key.shape[2])
+        room = self._rooms.get((number, heads))
+        if room is None:
+            room = self._rooms[number, heads] = _Room(self._groups[number], heads, out)
+        room.queries_by_position.copy_(query.view(room.shape))
+        room.keys_by_position.copy_(key.view(room.kv_shape))
+        room.values_by_position.copy_(value.view(room.kv_shape))
+        mask = self._mask(0, room.shape[1], 0, window, room.shape[3], query.dtype)
+        weights = _weights(room.queries, room.keys, mask, scaling, softcap)
+        torch.bmm(weights, room.values, out=room.attended)
+        return room.out.copy_(room.attended_by_position).view(-1, *out.shape[1:])
 
     def _attend_group(
         self,
@@ -130,16 +207,9 @@ class HostPass:
             seen = slice(first_key, num_before + end)
             mask = self._mask(num_before + start, end - start, first_key, window, query.shape[3], query.dtype)
             block = query[:, start:end].transpose(1, 2)
-            attended = _attend(
-                block.reshape(len(keys), -1, head_dim),
-                keys[:, seen],
-                values[:, seen],
-                mask,
-                scaling,
-                softcap,
-                wide=mask.shape[1] <= _WIDE_ROWS,
-            )
-            out[:, start:end] = attended.view(block.shape).transpose(1, 2)
+            queries = block.reshape(len(keys), -1, head_dim)
+            weights = _weights(queries, keys[:, seen].transpose(1, 2), mask, scaling, softcap)
+            out[:, start:end] = torch.bmm(weights, values[:, seen]).view(block.shape).transpose(1, 2)
 
     def _mask(
         self,
@@ -151,7 +221,8 @@ class HostPass:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Return zero where a query from position `start` on sees a key from `first_key` on, else minus infinity,
-        ``[num_queries * heads_per_key, keys]``. It is made once for all layers."""
+        ``[num_queries * heads_per_key, keys]``, of the type in which the scores are to be. It is made once for all
+        layers."""
         name = (start, num_queries, first_key, window or 0, heads_per_key)
         if name not in self._masks:
             queries = torch.arange(start, start + num_queries).repeat_interleave(heads_per_key).unsqueeze(1)
@@ -159,7 +230,7 @@ class HostPass:
             seen = keys <= queries
             if window is not None:
                 seen &= keys > queries - window
-            self._masks[name] = _as_mask(seen, dtype)
+            self._masks[name] = _as_mask(seen, torch.float32 if seen.shape[1] <= _WIDE_ROWS else dtype)
         return self._masks[name]
 
 
@@ -167,15 +238,18 @@ def _padded(length: int) -> int:
     return -(-length // _STEP_LENGTH) * _STEP_LENGTH
 
 
-def _whole_prompts(padded: int, starts: Sequence[int], lengths: Sequence[int]) -> _Prompts:
-    """Return the group of sequences whose tokens in the pass are ``start : start + length``, all of them."""
+def _whole_prompts(padded: int, starts: Sequence[int], lengths: Sequence[int], num_tokens: int) -> _Prompts:
+    """Return the group of sequences whose tokens in the pass of `num_tokens` are ``start : start + length``, all of
+    them."""
     count = len(starts)
     if min(lengths) == padded and starts[-1] - starts[0] == (count - 1) * padded:
-        return _Prompts((count, padded), slice(starts[0], starts[0] + count * padded), None, None)
+        whole = slice(starts[0], starts[0] + count * padded)
+        return _Prompts((count, padded), whole, None, None, None, is_whole_pass=count * padded == num_tokens)
     last = torch.tensor(lengths).unsqueeze(1) - 1
     positions = torch.arange(padded).expand(count, padded)
-    rows = torch.tensor(starts).unsqueeze(1) + torch.minimum(positions, last)
-    return _Prompts((count, padded), rows.flatten(), (positions <= last).flatten().nonzero()[:, 0], None)
+    rows = (torch.tensor(starts).unsqueeze(1) + torch.minimum(positions, last)).flatten()
+    own = (positions <= last).flatten().nonzero()[:, 0]
+    return _Prompts((count, padded), rows, own, rows[own], None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +264,7 @@ class _Steps:
 class HostStep:
     """A decode step on the CPU: one token for each sequence."""
 
-    def __init__(self, inputs: BatchInputs, pool: KVPool) -> None:
-        derived = inputs.derive()
+    def __init__(self, inputs: BatchInputs, derived: DerivedInputs, pool: KVPool) -> None:
         self._pool = pool
         self._kv_slots = derived.kv_slots
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
@@ -225,14 +298,15 @@ class HostStep:
         for number, group in enumerate(self._groups):
             own = self._heads(number, num_kv_heads)
             shape = (-1, group.tokens.shape[1], head_dim)
-            attended = _attend(
+            weights = _weights(
                 queries[group.rows].flatten(0, 1),
-                keys.index_select(0, own).view(shape),
-                values.index_select(0, own).view(shape),
+                keys.index_select(0, own).view(shape).transpose(1, 2),
                 self._mask(number, num_kv_heads, window, query.dtype),
                 scaling,
                 softcap,
-            ).view(-1, num_heads, head_dim)
+            )
+            attended = torch.bmm(weights, values.index_select(0, own).view(shape))
+            attended = attended.view(-1, num_heads, head_dim)
             if len(attended) == num_slots:
                 return attended
             out[group.rows] = attended
@@ -292,7 +366,7 @@ def _write(
     pool: KVPool, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the KV of a pass, ``[T, kv_heads, head_dim]``; return that of the whole pool, in the same form."""
-    keys, values = (part.view(-1, *key.shape[1:]) for part in pool.layer(layer))
+    keys, values = pool.rows(layer)
     keys.index_copy_(0, slots, key)
     values.index_copy_(0, slots, value)
     return keys, values
@@ -308,25 +382,19 @@ def _as_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
-def _attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    *,
-    wide: bool = False,
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """Attention of ``[B, M, head_dim]`` to ``[B, N, head_dim]``; `mask` is added to the scores ``[B, M, N]``.
+    """Return how much queries ``[B, M, head_dim]`` attend to keys ``[B, head_dim, N]``, ``[B, M, N]`` of their type.
 
-    With a softcap, scores are bent to ``softcap * tanh(score / softcap)`` first. Softmax is computed in float32 in any
-    case; `wide` says that a tensor of that type is made for it.
+    `mask` is added to the scores, which get its type, and with a softcap are bent to
+    ``softcap * tanh(score / softcap)`` first. Softmax is computed in float32 in any case.
     """
-    if softcap is None:
-        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scaling)
+    if softcap is not None:
+        scores = torch.bmm(queries, keys).mul_(scaling / softcap).tanh_()
+        scores = torch.add(mask, scores, alpha=softcap)
+    elif mask.dtype is queries.dtype:
+        scores = torch.baddbmm(mask, queries, keys, alpha=scaling)
     else:
-        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling / softcap).tanh_()
-        scores = scores.mul_(softcap).add_(mask)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) if wide else scores.softmax(dim=-1)
-    return torch.bmm(weights, values)
+        scores = torch.add(mask, torch.bmm(queries, keys), alpha=scaling)
+    return scores.softmax(dim=-1).to(queries.dtype)

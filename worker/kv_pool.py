@@ -81,6 +81,8 @@ class KVPool:
         counts = [prod(shape) for shape in self._shapes]
         starts = [0, *accumulate(2 * count for count in counts)]
         self._offsets = [(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        self._layers = [self._views(index) for index in range(len(counts))]
+        self._rows = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
 
     @property
     def device(self) -> torch.device:
@@ -200,6 +202,13 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer, each ``[num_pages, page_size, kv_heads, head_dim]``."""
+        return self._layers[index]
+
+    def rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same as `layer`, each ``[num_pages * page_size, kv_heads, head_dim]``."""
+        return self._rows[index]
+
+    def _views(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._offsets[index]
         shape = self._shapes[index]
         count = values - keys

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphs.buckets import Bucket
-from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
+from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, DerivedInputs, HostBatch, SlotInput
 from scheduler.errors import ConfigError
 from scheduler.garbage import collections_put_off
 from scheduler.messages import ModelInfo
@@ -22,11 +22,11 @@ from worker.fused_layers import fuse_layers
 from worker.gated_mlp import fuse_gated_mlps
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
-from worker.host_memory import keep_freed_memory
+from worker.host_memory import keep_freed_memory, use_huge_pages
 from worker.kv_pool import KVLayerSpec, KVPool, KVSpec
 from worker.last_layer import cut_last_layer
 from worker.merge import merge_projections
-from worker.packed import PackedLinear, pack_linears
+from worker.packed import PackedLinear, pack_linears, packed_memory
 from worker.parallel.weights import fill_model
 
 if TYPE_CHECKING:
@@ -130,16 +130,16 @@ class Model:
         unused slots hold nothing of meaning. Must be called in inference mode.
         """
         derived = inputs.derive()
-        return self._logits(inputs, derived.positions, pool, kept=derived.last_token, is_step=is_step)
+        return self._logits(inputs, derived, pool, kept=derived.last_token, is_step=is_step)
 
     def all_logits(self, inputs: BatchInputs, pool: KVPool) -> torch.Tensor:
         """Do the same as `logits`, but return the logits after every token position, ``[T, V]``."""
-        return self._logits(inputs, inputs.derive().positions, pool, kept=0)
+        return self._logits(inputs, inputs.derive(), pool, kept=0)
 
     def _logits(
         self,
         inputs: BatchInputs,
-        positions: torch.Tensor,
+        derived: DerivedInputs,
         pool: KVPool,
         *,
         kept: torch.Tensor | int,
@@ -154,10 +154,10 @@ class Model:
             kept = 0
         output = self._model(
             input_ids=inputs.token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            position_ids=derived.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=kept,
-            paged=_make_pass(inputs, pool, is_step=is_step),
+            paged=_make_pass(inputs, derived, pool, is_step=is_step),
             **cut,
         )
         logits: torch.Tensor = output.logits[0]
@@ -188,10 +188,10 @@ class Model:
         return self._compiled(inputs, pool, is_step=is_step)
 
 
-def _make_pass(inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
+def _make_pass(inputs: BatchInputs, derived: DerivedInputs, pool: KVPool, *, is_step: bool) -> PagedPass:
     if pool.device.type == "cpu":
         flush_denormals()
-        return HostStep(inputs, pool) if is_step else HostPass(inputs, pool)
+        return HostStep(inputs, derived, pool) if is_step else HostPass(inputs, derived, pool)
     return CudaStep(inputs, pool) if is_step else CudaPass(inputs, pool)
 
 
@@ -228,6 +228,7 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     else:
         pack_linears(model)
         keep_freed_memory()
+        use_huge_pages(packed_memory(model))
     loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
     _check_against_own(loaded, sequence.tolist(), own)
     return loaded

@@ -28,6 +28,12 @@ def pack_linears(model: nn.Module) -> int:
     return count
 
 
+def packed_memory(model: nn.Module) -> list[tuple[int, int]]:
+    """Return address and bytes of every packed weight of a model."""
+    packed = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
+    return [(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)) for weight in packed]
+
+
 def is_packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is a plain linear layer that oneDNN can compute as well on this processor."""
     # Exactly `nn.Linear`: a subclass may compute something else.
@@ -56,6 +62,8 @@ class PackedLinear(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.register_buffer("bias", torch.cat(biases) if biases else None, persistent=False)
+        # A module looks its buffers up in Python code, several times a layer.
+        self._operands = (self.packed, self.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the product."""
@@ -74,9 +82,11 @@ class PackedLinear(nn.Module):
         return self._combine(inputs, other, "mul")
 
     def _compute(self, inputs: torch.Tensor, activation: str) -> torch.Tensor:
-        output: torch.Tensor = _linear(inputs, self.packed, self.bias, activation, [], "")
+        packed, bias = self._operands
+        output: torch.Tensor = _linear(inputs, packed, bias, activation, [], "")
         return output
 
     def _combine(self, inputs: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
-        output: torch.Tensor = _linear_binary(inputs, other, self.packed, self.bias, operation)
+        packed, bias = self._operands
+        output: torch.Tensor = _linear_binary(inputs, other, packed, bias, operation)
         return output

@@ -49,13 +49,24 @@ def best(scores: torch.Tensor) -> torch.Tensor:
     """
     num_slots, vocab_size = scores.shape
     num_parts = next(parts for parts in (64, 32, 16, 8, 4, 2, 1) if vocab_size % parts == 0)
-    best, place = scores.view(num_slots, num_parts, -1).max(dim=-1)
+    parts = scores.view(num_slots, num_parts, -1)
+    if scores.device.type == "cpu":
+        # Maxima without their places take a seventh of the time there.
+        part = parts.amax(dim=-1).argmax(dim=-1)
+        place = parts[torch.arange(num_slots), part].argmax(dim=-1)
+        return part * (vocab_size // num_parts) + place
+    best, place = parts.max(dim=-1)
     part = best.argmax(dim=-1, keepdim=True)
     return (part * (vocab_size // num_parts) + place.gather(1, part)).squeeze(1)
 
 
 def ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
-    """Return logits with each slot's banned tokens at minus infinity; id -1 bans nothing."""
+    """Return logits with each slot's banned tokens at minus infinity; id -1 bans nothing.
+
+    They may be the same tensor, where nothing is banned.
+    """
+    if logits.device.type == "cpu" and not bool((banned_ids >= 0).any()):
+        return logits
     vocab_size = logits.shape[1]
     # A spare column takes the writes of id -1, so that the shape never depends on how many are banned.
     padded = torch.nn.functional.pad(logits, (0, 1))
