@@ -17,7 +17,7 @@ from torch import nn
 
 from worker.attention import PagedPass
 from worker.packed import PackedLinear, is_packable
-from worker.trial import Call, TrialPass, record_calls
+from worker.trial import Call, TrialPass, gate_inputs, record_calls
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -75,8 +75,11 @@ class FusedLayer(nn.Module):
         if self._is_last and kept is not None:
             hidden, attended = hidden[kept], attended[kept]
         hidden = self.out.plus(attended, hidden)
-        normed = self.post_norm(hidden)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden).unsqueeze(0)
+        return self.down.plus(self.gated(self.post_norm(hidden)), hidden).unsqueeze(0)
+
+    def gated(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return what the last projection of the feed-forward part is of, for ``[T, hidden]``."""
+        return self.up.times(normed, self.gate.silu(normed))
 
     def _rotate(
         self, heads: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -194,4 +197,12 @@ def _fuse(call: Call, layer: Any, trial: TrialPass, angles: _Angles, *, is_last:
         return None  # Its angles are not those of all positions.
     fused = FusedLayer(layer, settings, angles, is_last=is_last)
     output = fused(call.inputs, position_embeddings=positions, paged=TrialPass())
-    return fused if call.agrees(output) else None
+    return fused if call.agrees(output) and _is_gated_alike(fused, layer.mlp, call.inputs) else None
+
+
+def _is_gated_alike(fused: FusedLayer, mlp: Any, inputs: torch.Tensor) -> bool:
+    """Whether the feed-forward part of a fused layer computes what `mlp` does, also where it adds little."""
+    return all(
+        Call(part, {}, mlp(part)).agrees(fused.down(fused.gated(part[0])).unsqueeze(0), adds=False)
+        for part in gate_inputs(inputs, mlp.gate_proj.weight)
+    )

@@ -26,6 +26,13 @@ class LastLayer(nn.Module):
         layer.self_attn = _Attended()
         self.layer: Any = layer
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model's own code looks up in its layers, such as an attention's type."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
     def restore(self) -> None:
         """Put the layer together again. This module must not be used afterwards."""
         self.attention.o_proj = self.out
@@ -73,7 +80,7 @@ def cut_last_layer(model: nn.Module, token_ids: torch.Tensor) -> bool:
     kept = torch.arange(token_ids.shape[1], device=token_ids.device).flip(0)
     try:
         agrees = call.agrees(last(call.inputs, kept=kept, **call.settings), kept)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         agrees = False  # A layer of another form may not even take what it is given here.
     if agrees:
         setattr(parent, name, last)

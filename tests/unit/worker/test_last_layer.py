@@ -70,6 +70,14 @@ def test_a_layer_of_another_form_stays_as_it_was() -> None:
     assert torch.equal(hidden_states(model), whole)
 
 
+def test_the_model_finds_what_it_looks_up_in_its_layers() -> None:
+    model = model_of(FAMILIES["llama"])
+    model.model.layers[-1].attention_type = "full_attention"  # As the models of some families do.
+    assert cut_last_layer(model, TOKENS)
+    assert model.model.layers[-1].attention_type == "full_attention"
+    assert not hasattr(model.model.layers[-1], "no_such_setting")
+
+
 def test_a_layer_that_mixes_tokens_outside_of_attention_stays_as_it_was() -> None:
     model = model_of(FAMILIES["llama"])
     model.model.layers[-1].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
