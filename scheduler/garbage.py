@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_what_is_loaded() -> None:
@@ -14,3 +16,18 @@ def freeze_what_is_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def collections_put_off() -> Iterator[None]:
+    """Collect nothing meanwhile: for what makes many objects that stay, such as compiling.
+
+    Each full collection would walk them all, for a tenth of the time. What has no cycles is freed as ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -212,11 +212,11 @@ def _start_actors(
     decode_actors = _create_workers("decode", config.decode_workers, template, places, actors)
     prefill_actors = _create_workers("prefill", config.prefill_workers, template, places, actors)
     _say(f"loading {folder.name} into {len(decode_actors)} decode and {len(prefill_actors)} prefill workers")
-    if not 0 < template.num_gpus < 1:
-        # Workers that share a GPU load in turn, since a pool takes what the others leave. What this raises, the
-        # calls of `load` below raise again.
-        for actor in prefill_actors:
-            actor.load_model.remote()
+    # Workers that share a GPU load in turn, since a pool takes what the others leave. What is raised here, the calls
+    # of `load` below raise again.
+    share_gpu = 0 < template.num_gpus < 1
+    for actor in prefill_actors:
+        (actor.import_modules if share_gpu else actor.load_model).remote()
     pools = tuple(_get([actor.make_pool.remote() for actor in decode_actors]))
     _say("warming up the prefill buckets and decode steps")
     loading = [actor.load.remote() for actor in decode_actors]

@@ -7,16 +7,19 @@ and lets each norm add up the outputs of several layers before it, because no su
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from graphs.layout import BatchInputs
 from worker import decode_kernels, kernels, rotary_fusion
 from worker.rotary_fusion import fuse_rotations
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Choose = Callable[[torch.Tensor, BatchInputs], torch.Tensor]
 
 _MANY_USERS = 8
 """What has so many users is better read than computed again."""
@@ -84,7 +87,21 @@ def _num_users(node: torch.fx.Node) -> int:
     return sum(_num_users(user) if user.target in _VIEWS else 1 for user in node.users)
 
 
-def compile_choice(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that chooses tokens from logits."""
+def compile_choice(choose: Choose, *, any_slots: bool) -> Choose:
+    """Compile a function that chooses tokens from logits: once for each number of slots, or with `any_slots` once for
+    all numbers of two or more."""
     # The random numbers come from products of 64 bits, which this pass would turn into an index of 32.
-    return torch.compile(function, fullgraph=True, options={"constant_and_index_propagation": False})
+    compiled = torch.compile(choose, fullgraph=True, options={"constant_and_index_propagation": False})
+    if not any_slots:
+        return compiled
+
+    def choose_for_any(logits: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
+        num_slots = logits.shape[0]
+        if num_slots > 1:
+            tensors = (logits, *(getattr(inputs, field.name) for field in fields(inputs)))
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.shape[0] == num_slots:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+        return compiled(logits, inputs)
+
+    return choose_for_any

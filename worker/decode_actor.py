@@ -113,11 +113,13 @@ class DecodeWorker:
         return handle
 
     def _load(self) -> DecodeWorkerInfo:
+        from worker import startup
         from worker.engines import make_decode
 
         config, handle = self._config, self.make_pool()
         started, model = time.perf_counter(), self._model
         self._engine, reports = make_decode(model, self._pool, config)
+        startup.log_buckets(config.name, model, reports)
         self._figures = WorkerFigures("decode", config.name, model=config.model_name)
         return DecodeWorkerInfo(
             name=config.name,

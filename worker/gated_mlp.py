@@ -53,6 +53,10 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
         if all(call.agrees(fused(call.inputs), adds=False) for call in _calls(mlp, gate_up, calls[mlp])):
             setattr(parent, name, fused)
             count += 1
+            if count == 1 and gate_up.weight.device.type == "cuda":
+                from worker.triton_gated import compile_ahead  # Triton comes with CUDA only.
+
+                compile_ahead(gate_up.weight)
     return count
 
 

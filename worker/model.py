@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from graphs.buckets import Bucket
 from graphs.layout import MAX_BANNED_IDS, BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
+from scheduler.garbage import collections_put_off
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
@@ -172,6 +173,12 @@ class Model:
             from worker.compiled import compile_forward
 
             self._compiled = compile_forward(self.logits)
+            with collections_put_off():
+                return self._run_compiled(inputs, pool, is_step=is_step)
+        return self._run_compiled(inputs, pool, is_step=is_step)
+
+    def _run_compiled(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool) -> torch.Tensor:
+        assert self._compiled is not None
         num_tokens, num_slots = inputs.token_ids.shape[0], inputs.num_cached.shape[0]
         if num_tokens > 1:
             torch._dynamo.mark_dynamic(inputs.token_ids, 0)

@@ -163,7 +163,10 @@ class ModelRunner:
             # Importing inductor takes seconds, and on the CPU it is not needed.
             from worker.compiled import compile_choice
 
-            finishes |= {name: compile_choice(finishes[name]) for name in COMPILABLE_CHOICES}
+            any_slots = len({bucket.num_slots for bucket in ladder.buckets}) > 1
+            finishes |= {
+                name: compile_choice(finishes[name], any_slots=any_slots) for name in COMPILABLE_CHOICES
+            }
         if self._group is not None:
             finishes = {name: self._choose_once(choose) for name, choose in finishes.items()}
         is_follower = self._group is not None and self._group.leader is None

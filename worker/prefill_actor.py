@@ -62,6 +62,15 @@ class PrefillWorker:
     def __repr__(self) -> str:
         return f"PrefillWorker({self._config.name}, {self._config.model_name})"
 
+    def import_modules(self) -> None:
+        """Import what loading and compiling the model will need, which takes seconds, while others use the GPU."""
+        self._pipeline.call(self._import_modules)
+
+    def _import_modules(self) -> None:
+        from worker import engines, startup  # noqa: F401
+
+        startup.import_compiler(self._config)
+
     def load_model(self) -> None:
         """Load the model, while the decode workers make their pools. Raises `ConfigError` with the reason."""
         self._pipeline.call(self._load_model)
@@ -92,6 +101,8 @@ class PrefillWorker:
         return info
 
     def _load_and_open(self, pools: tuple[PoolHandle, ...]) -> PrefillWorkerInfo:
+        from worker import startup
+
         if self._info is None:
             self._info = self._load()
         started = time.perf_counter()
@@ -100,10 +111,7 @@ class PrefillWorker:
             if self._engine.has_open(pool):
                 continue
             reports = self._engine.attach(pool)
-            if self._engine.model.device.type == "cuda":
-                from worker import startup
-
-                startup.log_buckets(self._config.name, reports)
+            startup.log_buckets(self._config.name, self._engine.model, reports)
             bucket_seconds |= {str(report.bucket): report.batch_seconds for report in reports}
         self._info = replace(
             self._info,

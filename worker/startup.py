@@ -43,8 +43,7 @@ def load(config: WorkerConfig, group: ShardGroup | None = None) -> Model:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(max(1, config.num_threads // config.tensor_parallel_size))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
+    _set_caches(config)
     model = load_model(
         ModelSource(
             name=config.model_name,
@@ -60,6 +59,22 @@ def load(config: WorkerConfig, group: ShardGroup | None = None) -> Model:
         # What loading took and left is not this process's to keep: the workers share the GPU.
         torch.cuda.empty_cache()
     return model
+
+
+def import_compiler(config: WorkerConfig) -> None:
+    """Import what compiling a model for a GPU needs, and have the processes started that compile its kernels."""
+    # They are told of the caches when they start.
+    _set_caches(config)
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import worker.compiled
+    import worker.triton_decode
+    import worker.triton_kernels  # noqa: F401
+
+
+def _set_caches(config: WorkerConfig) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", config.compile_cache_folder)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(config.compile_cache_folder) / "triton"))
 
 
 def choose_device(device: str) -> str:
@@ -99,9 +114,9 @@ def _max_capture_tokens(model: Model, config: WorkerConfig) -> int:
     return config.max_capture_tokens or min(_MAX_CAPTURE_TOKENS[model.device.type], whole_contexts)
 
 
-def log_buckets(name: str, reports: Sequence[BucketReport]) -> None:
-    """Log what each bucket took."""
-    for report in reports:
+def log_buckets(name: str, model: Model, reports: Sequence[BucketReport]) -> None:
+    """Log what each bucket of a worker took on a GPU; on the CPU there is little to say."""
+    for report in reports if model.device.type == "cuda" else ():
         _LOG.info(
             "%s: bucket %s ready in %.2f s, %.1f MiB, %.2f ms a full batch",
             name,

@@ -19,6 +19,8 @@ import triton.language as tl
 
 _PLAN_CHUNK = 1024
 _PARTS_AT_ONCE = 16
+_LEAST_SLOTS_AT_ONCE = 128
+"""A slot for each thread of a program: fewer take as long, and one compiled kernel serves all steps up to so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,14 @@ def launch_plan(
         num_cached.shape[0],
         WINDOW=window,
         BLOCK_KEYS=tiling.block_keys,
-        CHUNK=min(triton.next_power_of_2(num_cached.shape[0]), _PLAN_CHUNK),
+        CHUNK=min(_slots_at_once(num_cached.shape[0]), _PLAN_CHUNK),
     )
     return starts
+
+
+def _slots_at_once(num_slots: int) -> int:
+    """Return the slots that a program looks at together, a power of two."""
+    return max(int(triton.next_power_of_2(num_slots)), _LEAST_SLOTS_AT_ONCE)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -130,7 +137,7 @@ def launch_decode(
         PAGE_SIZE=page_size,
         WINDOW=window,
         HAS_SOFTCAP=softcap > 0,
-        PADDED_SLOTS=triton.next_power_of_2(num_slots),
+        PADDED_SLOTS=_slots_at_once(num_slots),
         BLOCK_KEYS=tiling.block_keys,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages if head_dim <= 128 else 2,
@@ -170,8 +177,9 @@ def _decode_kernel(
     page_table,  # [S, P]
     num_slots,
     table_stride,
-    keys_offset,
-    values_offset,
+    # Of a large pool's layers only the first few begin within 32 bits: left to itself, Triton compiles for each kind.
+    keys_offset: tl.int64,
+    values_offset: tl.int64,
     query_stride_t,
     query_stride_h,
     key_stride_t,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from worker.gated_tilings import Tiling, choose_tiling
+from worker.gated_tilings import TILINGS, Tiling, choose_tiling
 
 _BLOCK = 1024
+_MANY_TOKENS = 8192
+"""For so many the Hopper kernel is best if it is at all."""
 _HOPPER = (9, 0)
 
 
@@ -32,6 +35,21 @@ def launch_behind_cublas(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Te
     grid = (num_tokens, triton.cdiv(num_outputs, _BLOCK))
     _gate_kernel[grid](products, out, num_outputs, BLOCK=_BLOCK, num_warps=4)
     return out
+
+
+def compile_ahead(weight: torch.Tensor) -> None:
+    """Compile, in the background, what products with this weight need: while the model is traced there is time."""
+    inputs = weight.new_empty(_MANY_TOKENS, weight.shape[1])
+    if _tiling(inputs, weight) is not None:
+        threading.Thread(target=_compile_all, args=(inputs, weight), daemon=True).start()
+
+
+def _compile_all(inputs: torch.Tensor, weight: torch.Tensor) -> None:
+    from worker.triton_products import launch_gated_product
+
+    with torch.cuda.device(inputs.device):
+        for tiling in TILINGS:
+            launch_gated_product(inputs, weight, tiling, only_compile=True)
 
 
 def _tiling(inputs: torch.Tensor, weight: torch.Tensor) -> Tiling | None:

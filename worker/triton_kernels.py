@@ -98,8 +98,9 @@ def _attention_kernel(
     num_tokens,
     num_slots,
     table_stride,
-    keys_offset,
-    values_offset,
+    # Of a large pool's layers only the first few begin within 32 bits: left to itself, Triton compiles for each kind.
+    keys_offset: tl.int64,
+    values_offset: tl.int64,
     query_stride_t,
     query_stride_h,
     key_stride_t,

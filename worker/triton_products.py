@@ -18,6 +18,8 @@ The kernel owns no state. Its parts:
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -251,8 +253,13 @@ def _gated_product_kernel(
         )
 
 
-def launch_gated_product(inputs: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-    """Do as `worker.gated_kernels.gated_product` says, in bfloat16; sums and SiLU are float32."""
+def launch_gated_product(
+    inputs: Tensor, weight: Tensor, tiling: Tiling, *, only_compile: bool = False
+) -> Tensor:
+    """Do as `worker.gated_kernels.gated_product` says, in bfloat16; sums and SiLU are float32.
+
+    With `only_compile` nothing is computed, and what is returned has no meaning.
+    """
     (num_tokens, num_inputs), num_outputs = inputs.shape, weight.shape[0] // 2
     out = inputs.new_empty(num_tokens, num_outputs)
     half = GROUP_ROWS // 2
@@ -267,7 +274,9 @@ def launch_gated_product(inputs: Tensor, weight: Tensor, tiling: Tiling) -> Tens
     num_token_tiles = -(-num_tokens // tiling.tokens)
     num_row_tiles = -(-num_outputs // (NUM_GROUPS * half))
     num_blocks = torch.cuda.get_device_properties(inputs.device).multi_processor_count
-    _gated_product_kernel[(min(num_token_tiles * num_row_tiles, num_blocks),)](
+    grid = (min(num_token_tiles * num_row_tiles, num_blocks),)
+    run = partial(_gated_product_kernel.warmup, grid=grid) if only_compile else _gated_product_kernel[grid]
+    run(
         x_desc,
         weight_desc,
         out_desc,
