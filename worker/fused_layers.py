@@ -18,7 +18,7 @@ from torch import nn
 
 from worker.attention import PagedPass
 from worker.packed import PackedLinear, is_packable
-from worker.trial import Call, TrialPass, record_calls
+from worker.trial import Call, TrialPass, gate_inputs, record_calls
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -69,7 +69,7 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Return ``[1, T, hidden]`` for as much; the last layer returns the rows `kept`, ``[S]``, if there is such."""
-        input_norm, project, project_out, post_norm, gate, up, down = self._parts
+        input_norm, project, project_out, post_norm, _, _, down = self._parts
         hidden = hidden_states[0]
         qkv = project(input_norm(hidden))
         heads = qkv.view(len(hidden), -1, self._head_dim).transpose(0, 1)
@@ -84,8 +84,12 @@ class FusedLayer(nn.Module):
         if self._is_last and kept is not None:
             hidden, attended = hidden[kept], attended[kept]
         hidden = project_out(attended, hidden)
-        normed = post_norm(hidden)
-        return down(up(normed, gate(normed)), hidden).unsqueeze(0)
+        return down(self.gated(post_norm(hidden)), hidden).unsqueeze(0)
+
+    def gated(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return what the last projection of the feed-forward part is of, for ``[T, hidden]``."""
+        _, _, _, _, gate, up, _ = self._parts
+        return up(normed, gate(normed))
 
     def _rotate(
         self,
@@ -221,4 +225,12 @@ def _fuse(call: Call, layer: Any, trial: TrialPass, angles: _Angles, *, is_last:
         return None  # Its angles are not those of all positions.
     fused = FusedLayer(layer, settings, angles, is_last=is_last)
     output = fused(call.inputs, position_embeddings=positions, paged=TrialPass())
-    return fused if call.agrees(output) else None
+    return fused if call.agrees(output) and _is_gated_alike(fused, layer.mlp, call.inputs) else None
+
+
+def _is_gated_alike(fused: FusedLayer, mlp: Any, inputs: torch.Tensor) -> bool:
+    """Whether the feed-forward part of a fused layer computes what `mlp` does, also where it adds little."""
+    return all(
+        Call(part, {}, mlp(part)).agrees(fused.down(fused.gated(part[0])).unsqueeze(0), adds=False)
+        for part in gate_inputs(inputs, mlp.gate_proj.weight)
+    )

@@ -6,12 +6,14 @@ behind it. Which parts of a model are of that form is not read off their class: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from worker.gated_kernels import gated_product
 from worker.merge import MergedPart
-from worker.trial import record_calls
+from worker.trial import Call, gate_inputs, record_calls
 
 
 class GatedMlp(nn.Module):
@@ -48,7 +50,7 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
         if mlp not in calls:
             continue
         fused = GatedMlp(gate_up, mlp.down_proj)  # type: ignore[arg-type]
-        if calls[mlp].agrees(fused(calls[mlp].inputs), adds=False):
+        if all(call.agrees(fused(call.inputs), adds=False) for call in _calls(mlp, gate_up, calls[mlp])):
             setattr(parent, name, fused)
             count += 1
             if count == 1 and gate_up.weight.device.type == "cuda":
@@ -56,6 +58,13 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
 
                 compile_ahead(gate_up.weight)
     return count
+
+
+def _calls(mlp: nn.Module, gate_up: nn.Linear, call: Call) -> Iterator[Call]:
+    """Yield how a part was called, and calls in other sizes."""
+    yield call
+    for inputs in gate_inputs(call.inputs, gate_up.weight[: gate_up.out_features // 2]):
+        yield Call(inputs, {}, mlp(inputs))
 
 
 def _gate_up(mlp: nn.Module) -> nn.Linear | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.trial import record_calls
+from worker.trial import Call, TrialPass, record_calls
 
 
 class LastLayer(nn.Module):
@@ -25,6 +25,13 @@ class LastLayer(nn.Module):
         self.attention.o_proj = nn.Identity()
         layer.self_attn = _Attended()
         self.layer: Any = layer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model's own code looks up in its layers, such as an attention's type."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
 
     def restore(self) -> None:
         """Put the layer together again. This module must not be used afterwards."""
@@ -68,15 +75,33 @@ def cut_last_layer(model: nn.Module, token_ids: torch.Tensor) -> bool:
     calls, _ = record_calls(model, [layer], token_ids)
     if layer not in calls:
         return False
-    call, last = calls[layer], LastLayer(layer)
-    # In another order: a layer that mixes tokens outside its attention would show.
-    kept = torch.arange(token_ids.shape[1], device=token_ids.device).flip(0)
+    whole = _logits(model, token_ids)
+    last = LastLayer(layer)
+    setattr(parent, name, last)
     try:
-        agrees = call.agrees(last(call.inputs, kept=kept, **call.settings), kept)
-    except (TypeError, ValueError, RuntimeError):
+        agrees = _is_alike(last, calls[layer]) and _goes_on_alike(model, token_ids, whole)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         agrees = False  # A layer of another form may not even take what it is given here.
-    if agrees:
-        setattr(parent, name, last)
-    else:
+    if not agrees:
         last.restore()
+        setattr(parent, name, layer)
     return agrees
+
+
+def _is_alike(last: LastLayer, call: Call) -> bool:
+    # In another order: a layer that mixes tokens outside its attention would show.
+    kept = torch.arange(call.inputs.shape[1], device=call.inputs.device).flip(0)
+    return call.agrees(last(call.inputs, kept=kept, **call.settings), kept)
+
+
+def _goes_on_alike(model: nn.Module, token_ids: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether what follows the layer is content with fewer rows: no other layer, nor anything of all tokens."""
+    kept = torch.arange(token_ids.shape[1], device=token_ids.device).flip(0)[::2]
+    return Call(whole, {}, whole).agrees(_logits(model, token_ids, kept=kept), kept, adds=False)
+
+
+def _logits(model: nn.Module, token_ids: torch.Tensor, **settings: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(
+        input_ids=token_ids, use_cache=False, logits_to_keep=0, paged=TrialPass(), **settings
+    ).logits
+    return logits

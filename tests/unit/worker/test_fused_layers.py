@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedConfig
 
 from graphs.buckets import Bucket
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
@@ -30,11 +30,9 @@ FUSED_FAMILIES = (
 )
 
 
-def fused(config: PreTrainedConfig) -> frozenset[int]:
+def fused(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> frozenset[int]:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    ).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
     return fuse_layers(model, torch.tensor(prompts_of(20)))
 
 
@@ -52,6 +50,15 @@ def test_layers_whose_parts_have_the_usual_names_but_which_compute_something_els
     # It multiplies what a layer adds.
     assert fused(GraniteConfig(**SHAPE, residual_multiplier=0.5)) == frozenset()
     assert fused(GraniteConfig(**SHAPE, residual_multiplier=1.0)) == ALL_LAYERS
+
+
+@pytest.mark.parametrize("size", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu"])
+def test_another_activation_is_told_apart_in_16_bits_however_large_the_weights_are(
+    activation: str, size: float
+) -> None:
+    config = LlamaConfig(**{**SHAPE, "initializer_range": size}, hidden_act=activation)
+    assert fused(config, torch.bfloat16) == frozenset()
 
 
 @torch.inference_mode()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.unit.worker.tiny_models import FAMILIES, SHAPE, prompts_of
 from worker.attention import ATTENTION_NAME
@@ -38,6 +40,35 @@ def test_parts_of_the_usual_form_are_one_operator_and_compute_the_same(family: s
     assert fuse_gated_mlps(model, TOKENS) == count
     assert sum(isinstance(module, GatedMlp) for module in model.modules()) == count
     torch.testing.assert_close(model(input_ids=TOKENS, use_cache=False, paged=TrialPass()).logits, before)
+
+
+@pytest.mark.parametrize("size", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+@torch.inference_mode()
+def test_another_activation_is_told_apart_in_16_bits_however_large_the_weights_are(
+    family: str, size: float
+) -> None:
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[family])
+    config.initializer_range = size
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+    ).eval()
+    merge_projections(model)
+    assert fuse_gated_mlps(model, TOKENS) == 0
+
+
+@pytest.mark.parametrize("size", [0.02, 0.5, 1.0])
+@torch.inference_mode()
+def test_parts_of_the_usual_form_are_found_in_16_bits(size: float) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**{**SHAPE, "initializer_range": size}),
+        dtype=torch.bfloat16,
+        attn_implementation=ATTENTION_NAME,
+    ).eval()
+    merge_projections(model)
+    assert fuse_gated_mlps(model, TOKENS) == SHAPE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

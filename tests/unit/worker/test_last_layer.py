@@ -70,6 +70,26 @@ def test_a_layer_of_another_form_stays_as_it_was() -> None:
     assert torch.equal(hidden_states(model), whole)
 
 
+def test_the_model_finds_what_it_looks_up_in_its_layers() -> None:
+    model = model_of(FAMILIES["llama"])
+    model.model.layers[-1].attention_type = "full_attention"  # As the models of some families do.
+    assert cut_last_layer(model, TOKENS)
+    assert model.model.layers[-1].attention_type == "full_attention"
+    assert not hasattr(model.model.layers[-1], "no_such_setting")
+
+
+@torch.inference_mode()
+def test_a_layer_of_which_the_model_goes_on_with_all_rows_stays_as_it_was() -> None:
+    model = model_of(FAMILIES["llama"])
+    # As if the model added what an earlier layer made.
+    earlier: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda _, __, output: earlier.append(output))
+    model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + earlier[-1],))
+    whole = hidden_states(model)
+    assert not cut_last_layer(model, TOKENS)
+    assert torch.equal(hidden_states(model), whole)
+
+
 def test_a_layer_that_mixes_tokens_outside_of_attention_stays_as_it_was() -> None:
     model = model_of(FAMILIES["llama"])
     model.model.layers[-1].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
