@@ -49,15 +49,9 @@ class FusedLayer(nn.Module):
             PackedLinear(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
         # A module finds its parts in Python code: at 16 tokens that takes as long as what is done with some of them.
-        self._parts = (
-            _norm_of(layer.input_layernorm),
-            self.qkv.forward,
-            self.out.plus,
-            _norm_of(layer.post_attention_layernorm),
-            self.gate.silu,
-            self.up.times,
-            self.down.plus,
-        )
+        self._attention_parts = _norm_of(layer.input_layernorm), self.qkv.forward, self.out.plus
+        self._mlp_parts = _norm_of(layer.post_attention_layernorm), self.down.plus
+        self._gated_parts = self.gate.silu, self.up.times
 
     def forward(
         self,
@@ -69,7 +63,8 @@ class FusedLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Return ``[1, T, hidden]`` for as much; the last layer returns the rows `kept`, ``[S]``, if there is such."""
-        input_norm, project, project_out, post_norm, _, _, down = self._parts
+        input_norm, project, project_out = self._attention_parts
+        post_norm, down = self._mlp_parts
         hidden = hidden_states[0]
         qkv = project(input_norm(hidden))
         heads = qkv.view(len(hidden), -1, self._head_dim).transpose(0, 1)
@@ -88,7 +83,7 @@ class FusedLayer(nn.Module):
 
     def gated(self, normed: torch.Tensor) -> torch.Tensor:
         """Return what the last projection of the feed-forward part is of, for ``[T, hidden]``."""
-        _, _, _, _, gate, up, _ = self._parts
+        gate, up = self._gated_parts
         return up(normed, gate(normed))
 
     def _rotate(

@@ -42,6 +42,11 @@ def draw_or_best(heated: torch.Tensor, logits: torch.Tensor, inputs: BatchInputs
     return torch.where(inputs.temperature >= MIN_TEMPERATURE, drawn, best(logits))
 
 
+def _is_host(tensor: torch.Tensor) -> bool:
+    """Whether this is computed on the CPU, now: what is compiled must not depend on values."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def best(scores: torch.Tensor) -> torch.Tensor:
     """Return the place of the largest score of each row of ``[S, vocab]``, the first of equals; ``[S]`` int64.
 
@@ -50,7 +55,7 @@ def best(scores: torch.Tensor) -> torch.Tensor:
     num_slots, vocab_size = scores.shape
     num_parts = next(parts for parts in (64, 32, 16, 8, 4, 2, 1) if vocab_size % parts == 0)
     parts = scores.view(num_slots, num_parts, -1)
-    if scores.device.type == "cpu":
+    if _is_host(scores):
         # Maxima without their places take a seventh of the time there.
         part = parts.amax(dim=-1).argmax(dim=-1)
         place = parts[torch.arange(num_slots), part].argmax(dim=-1)
@@ -65,7 +70,7 @@ def ban(logits: torch.Tensor, banned_ids: torch.Tensor) -> torch.Tensor:
 
     They may be the same tensor, where nothing is banned.
     """
-    if logits.device.type == "cpu" and not bool((banned_ids >= 0).any()):
+    if _is_host(logits) and not bool((banned_ids >= 0).any()):
         return logits
     vocab_size = logits.shape[1]
     # A spare column takes the writes of id -1, so that the shape never depends on how many are banned.
