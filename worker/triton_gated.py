@@ -17,13 +17,18 @@ _MANY_TOKENS = 8192
 _HOPPER = (9, 0)
 
 
-def launch_gated(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def launch_gated(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    next_weight: torch.Tensor | None = None,
+    next_bytes: int = 0,
+) -> torch.Tensor:
     """Do as `worker.gated_kernels.gated_product` says."""
     tiling = _tiling(inputs, weight)
     if tiling is not None:
         from worker.triton_products import launch_gated_product  # Gluon is of no use elsewhere.
 
-        return launch_gated_product(inputs, weight, tiling)
+        return launch_gated_product(inputs, weight, tiling, next_weight=next_weight, next_bytes=next_bytes)
     return launch_behind_cublas(inputs, weight)
 
 
