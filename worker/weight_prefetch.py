@@ -44,9 +44,7 @@ def prefetch_weights(graph: Graph) -> int:
         count += 1
         if is_attention:
             begin = rotated_bytes.get(weight, 0)
-            node.update_kwarg("next_weight", weight)
-            node.update_kwarg("next_begin", begin)
-            node.update_kwarg("next_bytes", _most(weight, begin + ATTENTION_BYTES) - begin)
+            _tell_attention(node, weight, begin, _most(weight, begin + ATTENTION_BYTES) - begin)
         elif node.target is _ROTATE:
             rotated_bytes[weight] = _most(weight, ROTATION_BYTES)
             node.args = (*node.args[:_ROTATE_ARGS], weight, rotated_bytes[weight])
@@ -60,6 +58,18 @@ def _is_attention(node: Node) -> bool:
         node.target is torch.ops.higher_order.auto_functionalized_v2
         and node.args[0] is torch.ops.purefill.prefill_attention.default
     )
+
+
+def _tell_attention(attention: Node, weight: Node, begin: int, num_bytes: int) -> None:
+    attention.kwargs = {
+        **attention.kwargs,
+        "next_weight": weight,
+        "next_begin": begin,
+        "next_bytes": num_bytes,
+    }
+    # Inductor makes the operator's call of these, and would leave out a tensor that is not among them.
+    args, kwargs = attention.meta["eager_input_vals"]
+    attention.meta["eager_input_vals"] = (args, {**kwargs, "next_weight": weight.meta["val"]})
 
 
 def _next_weight(node: Node) -> Node | None:
