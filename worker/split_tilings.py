@@ -43,7 +43,7 @@ TILINGS = tuple(
     SplitTiling(tokens=tokens, num_groups=num_groups, num_splits=num_splits)
     # 256 tokens and three groups have no place for a loader, and not enough registers for the stores.
     for tokens, num_groups in ((64, 2), (64, 3), (128, 2), (128, 3), (256, 2))
-    for num_splits in (1, 2, 3, 4, 6)
+    for num_splits in (2, 3, 4, 6)
 )
 _MOST_TOKENS = 512
 """For more cuBLAS is near its peak, and sums in float32 are more than the weight."""
