@@ -14,7 +14,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from graphs.layout import BatchInputs
-from worker import decode_kernels, kernels, rotary_fusion
+from worker import decode_kernels, gated_kernels, kernels, rotary_fusion
 from worker.rotary_fusion import fuse_rotations
 
 P = ParamSpec("P")
@@ -64,7 +64,13 @@ class _Improve(CustomGraphPass):
 
     def uuid(self) -> bytes:
         return get_hash_for_files(
-            (__file__, rotary_fusion.__file__, kernels.__file__, decode_kernels.__file__)
+            (
+                __file__,
+                rotary_fusion.__file__,
+                kernels.__file__,
+                decode_kernels.__file__,
+                gated_kernels.__file__,
+            )
         )
 
     def _write_down_shared(self, graph: torch.fx.Graph) -> None:

@@ -19,7 +19,7 @@ from scheduler.garbage import collections_put_off
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
-from worker.gated_mlp import fuse_gated_mlps
+from worker.gated_mlp import compile_gated_ahead, fuse_gated_mlps
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory, use_huge_pages
@@ -162,6 +162,10 @@ class Model:
         )
         logits: torch.Tensor = output.logits[0]
         return logits[: inputs.num_cached.shape[0]] if cut else logits
+
+    def compile_kernels_ahead(self) -> None:
+        """Begin to compile what passes of many tokens need on a GPU, and `compiled_logits` would wait for."""
+        compile_gated_ahead(self._model)
 
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
