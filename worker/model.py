@@ -203,7 +203,8 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     """Load a model for serving, or one rank's part of it, as all ranks of the group do.
 
     Raises `ConfigError`, with the reason, if its family cannot be served: not a decoder-only language model, an
-    attention that does not go through transformers' interface, or logits that differ from its own attention's.
+    attention that does not go through transformers' interface, code that needs more of its parts than they have here,
+    or logits that differ from its own attention's.
     """
     config = _read_config(source)
     dtype = _choose_dtype(source, config)
@@ -221,11 +222,28 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
     trial = sequence.unsqueeze(0).to(model.device)
     own = _run_with_attention(model, "eager", trial)[0, -1].float()
+    try:
+        cuts_rows = _adapt(model, trial, num_layers=len(kv_spec.layers), is_part=group is not None)
+        loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
+        _check_against_own(loaded, sequence.tolist(), own)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"model {source.name}: {config.model_type} needs something that is not supported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return loaded
+
+
+def _adapt(model: PreTrainedModel, trial: torch.Tensor, *, num_layers: int, is_part: bool) -> bool:
+    """Give a model the parts that compute faster here; return whether its last layer can go on with some rows alone.
+
+    `trial` is a sequence ``[1, T]`` to try them with; `is_part` says that this is one rank's part of a model.
+    """
     fused_layers: frozenset[int] = frozenset()
-    if model.device.type == "cpu" and group is None:
+    if model.device.type == "cpu" and not is_part:
         # A fused layer adds the residual within a product that ranks have yet to sum.
         fused_layers = fuse_layers(model, trial)
-    cuts_rows = len(kv_spec.layers) - 1 in fused_layers or cut_last_layer(model, trial)
+    cuts_rows = num_layers - 1 in fused_layers or cut_last_layer(model, trial)
     merge_projections(model)
     if model.device.type == "cuda":
         fuse_gated_mlps(model, trial)
@@ -233,9 +251,7 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
         pack_linears(model)
         keep_freed_memory()
         use_huge_pages(packed_memory(model))
-    loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
-    _check_against_own(loaded, sequence.tolist(), own)
-    return loaded
+    return cuts_rows
 
 
 def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:
