@@ -29,6 +29,7 @@ from shapes import NAMES, write_shape
 from graphs.buckets import BucketLadder, default_token_ladder
 from graphs.capture import CapturedGraph
 from scheduler.messages import Lease, PrefillBatch, PrefillItem, Request, SamplingParams
+from scheduler.token_ids import TokenIds
 from worker import startup
 from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model
@@ -63,7 +64,7 @@ class Bench:
         for i, prompt in enumerate(prompts):
             page_ids = tuple(next(pages) for _ in range(-(-len(prompt) // self.pool.page_size)))
             request = Request(
-                request_id=str(i), api_server="api-0", prompt_token_ids=tuple(prompt), sampling=sampling
+                request_id=str(i), api_server="api-0", prompt_token_ids=TokenIds(prompt), sampling=sampling
             )
             items.append(
                 PrefillItem(request=request, lease=Lease(decode_worker=POOL, epoch=1, page_ids=page_ids))

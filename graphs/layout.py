@@ -86,6 +86,8 @@ class SlotInput:
     """Tokens of the sequence whose KV is already in its pages."""
     page_ids: Sequence[int]
     """Its pages, in order; they hold `num_cached + len(token_ids)` tokens or more."""
+    words: bytes | None = None
+    """The same as `token_ids`, 32 bits each in this machine's order, if they are there like that."""
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -131,7 +133,12 @@ class HostBatch:
             raise ValueError(f"{count} sequences of {num_tokens} tokens do not fit bucket {bucket}")
         self._words.fill(0)
         self._banned_ids.fill(-1)
-        self._write("i", "token_ids", list(chain.from_iterable([slot.token_ids for slot in slots])))
+        words = [slot.words for slot in slots]
+        if None in words:
+            self._write("i", "token_ids", list(chain.from_iterable([slot.token_ids for slot in slots])))
+        else:
+            start = self._byte_offsets["token_ids"]
+            self._bytes[start : start + 4 * num_tokens] = b"".join(words)  # type: ignore[arg-type]
         self._write("i", "query_starts", [0, *ends, *[num_tokens] * (bucket.num_slots - count)])
         num_cached = [slot.num_cached for slot in slots]
         if any(num_cached):

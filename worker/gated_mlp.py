@@ -53,11 +53,16 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
         if all(call.agrees(fused(call.inputs), adds=False) for call in _calls(mlp, gate_up, calls[mlp])):
             setattr(parent, name, fused)
             count += 1
-            if count == 1 and gate_up.weight.device.type == "cuda":
-                from worker.triton_gated import compile_ahead  # Triton comes with CUDA only.
-
-                compile_ahead(gate_up.weight)
     return count
+
+
+def compile_gated_ahead(model: nn.Module) -> None:
+    """Compile, in the background, the kernels that a model's gated parts need for more tokens than a step has."""
+    gated = next((module for module in model.modules() if isinstance(module, GatedMlp)), None)
+    if gated is not None:
+        from worker.triton_gated import compile_ahead  # Triton comes with CUDA only.
+
+        compile_ahead(gated.gate_up.weight)
 
 
 def _calls(mlp: nn.Module, gate_up: nn.Linear, call: Call) -> Iterator[Call]:

@@ -19,7 +19,7 @@ from scheduler.garbage import collections_put_off
 from scheduler.messages import ModelInfo
 from worker.attention import ATTENTION_NAME, CudaPass, CudaStep, PagedPass
 from worker.fused_layers import fuse_layers
-from worker.gated_mlp import fuse_gated_mlps
+from worker.gated_mlp import compile_gated_ahead, fuse_gated_mlps
 from worker.grammar import Grammars
 from worker.host_attention import HostPass, HostStep, flush_denormals
 from worker.host_memory import keep_freed_memory, use_huge_pages
@@ -163,6 +163,10 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits[: inputs.num_cached.shape[0]] if cut else logits
 
+    def compile_kernels_ahead(self) -> None:
+        """Begin to compile what passes of many tokens need on a GPU, and `compiled_logits` would wait for."""
+        compile_gated_ahead(self._model)
+
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
 
@@ -199,7 +203,8 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     """Load a model for serving, or one rank's part of it, as all ranks of the group do.
 
     Raises `ConfigError`, with the reason, if its family cannot be served: not a decoder-only language model, an
-    attention that does not go through transformers' interface, or logits that differ from its own attention's.
+    attention that does not go through transformers' interface, code that needs more of its parts than they have here,
+    or logits that differ from its own attention's.
     """
     config = _read_config(source)
     dtype = _choose_dtype(source, config)
@@ -217,11 +222,28 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
     sequence = torch.randint(info.vocab_size, (min(24, info.max_model_len),), generator=generator)
     trial = sequence.unsqueeze(0).to(model.device)
     own = _run_with_attention(model, "eager", trial)[0, -1].float()
+    try:
+        cuts_rows = _adapt(model, trial, num_layers=len(kv_spec.layers), is_part=group is not None)
+        loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
+        _check_against_own(loaded, sequence.tolist(), own)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"model {source.name}: {config.model_type} needs something that is not supported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return loaded
+
+
+def _adapt(model: PreTrainedModel, trial: torch.Tensor, *, num_layers: int, is_part: bool) -> bool:
+    """Give a model the parts that compute faster here; return whether its last layer can go on with some rows alone.
+
+    `trial` is a sequence ``[1, T]`` to try them with; `is_part` says that this is one rank's part of a model.
+    """
     fused_layers: frozenset[int] = frozenset()
-    if model.device.type == "cpu" and group is None:
+    if model.device.type == "cpu" and not is_part:
         # A fused layer adds the residual within a product that ranks have yet to sum.
         fused_layers = fuse_layers(model, trial)
-    cuts_rows = len(kv_spec.layers) - 1 in fused_layers or cut_last_layer(model, trial)
+    cuts_rows = num_layers - 1 in fused_layers or cut_last_layer(model, trial)
     merge_projections(model)
     if model.device.type == "cuda":
         fuse_gated_mlps(model, trial)
@@ -229,9 +251,7 @@ def load_model(source: ModelSource, group: ShardGroup | None = None) -> Model:
         pack_linears(model)
         keep_freed_memory()
         use_huge_pages(packed_memory(model))
-    loaded = Model(model, kv_spec, info, source.folder, cuts_rows=cuts_rows, group=group)
-    _check_against_own(loaded, sequence.tolist(), own)
-    return loaded
+    return cuts_rows
 
 
 def load_reference(source: ModelSource, *, attention: str) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +12,11 @@ from graphs.layout import MAX_BANNED_IDS, SlotInput
 from graphs.shaping import MAX_LOGIT_BIAS, SlotShaping
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import Request, SamplingParams
+from scheduler.token_ids import TokenIds
 from worker.grammar import GrammarMatcher, Grammars
 from worker.sampling.logprobs import MAX_LOGPROBS
+
+_HAS_WORDS_ORDER = sys.byteorder == "little"
 
 
 class OutputState:
@@ -126,6 +130,7 @@ def slot_input(
         token_ids=token_ids,
         num_cached=num_cached,
         page_ids=page_ids,
+        words=token_ids.words if _HAS_WORDS_ORDER and type(token_ids) is TokenIds else None,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -326,7 +326,9 @@ def _slot(
 ) -> SlotInput:
     return slot_input(
         item.request,
-        token_ids[segment.start : segment.end],
+        token_ids
+        if segment.end - segment.start == len(token_ids)
+        else token_ids[segment.start : segment.end],
         num_cached=segment.start,
         page_ids=page_ids,
         output_index=len(item.request.output_token_ids),

@@ -12,8 +12,6 @@ import triton.language as tl
 from worker.gated_tilings import TILINGS, Tiling, choose_tiling
 
 _BLOCK = 1024
-_MANY_TOKENS = 8192
-"""For so many the Hopper kernel is best if it is at all."""
 _HOPPER = (9, 0)
 
 
@@ -44,7 +42,7 @@ def launch_behind_cublas(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 def compile_ahead(weight: torch.Tensor) -> None:
     """Compile, in the background, what products with this weight need: while the model is traced there is time."""
-    inputs = weight.new_empty(_MANY_TOKENS, weight.shape[1])
+    inputs = weight.new_empty(TILINGS[0].tokens, weight.shape[1])
     if _tiling(inputs, weight) is not None:
         threading.Thread(target=_compile_all, args=(inputs, weight), daemon=True).start()
 

@@ -12,6 +12,7 @@ from scheduler.api.prompts import GenerationRequest, check_vocabulary
 from scheduler.errors import InvalidRequestError
 from scheduler.messages import ModelInfo, Request, SamplingParams
 from scheduler.prefix.hashing import prefix_of
+from scheduler.token_ids import TokenIds
 
 
 def make_requests(
@@ -37,15 +38,16 @@ def make_requests(
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}" if len(prompts) > 1 else "prompt"
         max_tokens = _max_tokens(body, len(prompt.token_ids), model, where)
+        token_ids = TokenIds(prompt.token_ids)
         prefix = b""
         if prefix_cache:
-            prefix = prefix_of(prompt.token_ids, model=model.name, cache_salt=body.cache_salt or "")
+            prefix = prefix_of(token_ids, model=model.name, cache_salt=body.cache_salt or "")
         for choice in range(body.n):
             requests.append(
                 Request(
                     request_id=f"{answer_id}-{nonce}-{len(requests)}",
                     api_server=api_server,
-                    prompt_token_ids=prompt.token_ids,
+                    prompt_token_ids=token_ids,
                     sampling=_sampling(body, choice, max_tokens, model),
                     priority=body.priority,
                     ttft_slo_s=None if body.ttft_slo_ms is None else body.ttft_slo_ms / 1000,

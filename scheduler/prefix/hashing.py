@@ -12,6 +12,8 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
+from scheduler.token_ids import TokenIds
+
 BLOCK_TOKENS = 64
 """Tokens of a block. A multiple of the page size; smaller ones cost more to hash than they save."""
 DIGEST_BYTES = 32
@@ -25,7 +27,7 @@ def prefix_of(token_ids: Sequence[int], *, model: str, cache_salt: str) -> bytes
 
 def chain_digests(before: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return the digest of each complete block of the tokens that follow the block, or the root, of digest `before`."""
-    data = _packer(len(token_ids)).pack(*token_ids)
+    data = token_ids.words if isinstance(token_ids, TokenIds) else _packer(len(token_ids)).pack(*token_ids)
     size, sha256, digest = 4 * block_tokens, hashlib.sha256, before
     return [
         digest := sha256(digest + data[end - size : end]).digest() for end in range(size, len(data) + 1, size)

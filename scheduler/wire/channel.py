@@ -98,11 +98,13 @@ class Channel:
         if not data:
             self.close()
             return
+        broken: BrokenFrameError | None = None
         try:
             messages = self._reader.feed(data)
         except BrokenFrameError as error:
-            _LOG.error("a connection is closed: %s", error)
-            self.close()
-            return
+            broken, messages = error, error.messages
         for message in messages:
             self._received(self, message)
+        if broken is not None:
+            _LOG.error("a connection is closed: %s", broken)
+            self.close()

@@ -60,6 +60,11 @@ class FrameTooLargeError(ValueError):
 class BrokenFrameError(ValueError):
     """What came is no frame."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.messages: list[Message] = []
+        """Those that were complete before it, and have not been returned."""
+
 
 def encode(message: Message) -> bytes:
     """Return a message as a frame. Raises `FrameTooLargeError`, or whatever pickle raises for what it cannot take."""
@@ -79,6 +84,14 @@ class FrameReader:
         """Take in bytes and return the messages that are complete with them. Raises `BrokenFrameError`."""
         self._buffer += data
         messages: list[Message] = []
+        try:
+            self._take(messages)
+        except BrokenFrameError as error:
+            error.messages = messages
+            raise
+        return messages
+
+    def _take(self, messages: list[Message]) -> None:
         start = 0
         with memoryview(self._buffer) as view:
             while len(view) - start >= _LENGTH.size:
@@ -91,7 +104,6 @@ class FrameReader:
                 messages.append(_decode(view[start + _LENGTH.size : end]))
                 start = end
         del self._buffer[:start]
-        return messages
 
 
 def _decode(body: memoryview) -> Message:

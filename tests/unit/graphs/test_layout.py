@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import struct
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -119,6 +122,22 @@ def test_nothing_of_an_earlier_batch_stays_in_the_buffer(batch: tuple[BatchLayou
     fresh.pack(slots)
     used.pack(slots)
     assert torch.equal(fresh.tensor, used.tensor)
+
+
+def test_tokens_that_are_there_as_words_are_packed_as_such() -> None:
+    layout = layout_of(8, 3)
+    first = SlotInput(token_ids=(7, 8, 9), num_cached=0, page_ids=(1,))
+    second = SlotInput(token_ids=(2**31 - 1,), num_cached=5, page_ids=(2, 3))
+    words = [
+        replace(slot, words=struct.pack(f"{len(slot.token_ids)}i", *slot.token_ids))
+        for slot in (first, second)
+    ]
+    plain = HostBatch(layout)
+    plain.pack((first, second))
+    for slots in (words, [words[0], second]):
+        host = HostBatch(layout)
+        host.pack(slots)
+        assert torch.equal(host.tensor, plain.tensor)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:

@@ -63,3 +63,12 @@ def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch
 def test_what_is_no_frame_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BrokenFrameError, match=reason):
         FrameReader().feed(data)
+
+
+def test_what_came_before_a_broken_frame_is_not_lost_with_it() -> None:
+    whole = [Post(method="m", args=(i,)) for i in range(3)]
+    reader = FrameReader()
+    assert reader.feed(encode(whole[0]) + encode(whole[1])[:7]) == whole[:1]
+    with pytest.raises(BrokenFrameError) as caught:
+        reader.feed(encode(whole[1])[7:] + encode(whole[2]) + struct.pack(">I", 3) + b"abc")
+    assert caught.value.messages == whole[1:]
