@@ -15,12 +15,14 @@ import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from decode_step import copy_rate
+from prefill_checks import relative_error
 
 from worker.triton_decode import TILING, Tiling, launch_decode, launch_plan
 
@@ -161,15 +163,16 @@ def flashinfer(problem: Problem) -> Callable[[], torch.Tensor]:
     return lambda: wrapper.run(problem.query, problem.pages())
 
 
-def graph_us(function: Callable[[], object]) -> float:
-    """Return the median microseconds of a function in a CUDA graph."""
+def graph_us(function: Callable[[], object], *, repeats: int = REPEATS, rest_s: float = 0.0) -> float:
+    """Return the median microseconds of a function in a CUDA graph; the GPU rests before each replay."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
     times = []
-    for _ in range(REPEATS + 3):
+    for _ in range(repeats + 3):
+        time.sleep(rest_s)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -189,7 +192,7 @@ def measure(
     """Check and time one way to compute the problem; a way that fails is reported as such."""
     try:
         function = make()
-        error = float((function().float() - exact).norm() / exact.norm())
+        error = relative_error(function().float(), exact)
         microseconds = graph_us(function)
     except Exception as problem_found:  # whatever another library raises is its result
         torch.cuda.synchronize()

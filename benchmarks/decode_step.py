@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from prefill_checks import relative_error
+from prefill_graphs import model_source
 from shapes import NAMES, write_shape
 
 from graphs.buckets import StepLadder
@@ -188,14 +189,7 @@ def measure(
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Check and time one model."""
     device = torch.device(args.device)
-    source = ModelSource(
-        name=name,
-        folder=folder,
-        dtype=args.dtype,
-        load_format="auto" if args.folder else "dummy",
-        device=args.device,
-        max_model_len=args.max_model_len,
-    )
+    source = model_source(name, folder, args)
     model = load_model(source)
     page_size = startup.page_size(model)
     pages = max(num_pages(size, args.steps, page_size) for size in args.sizes)

@@ -11,12 +11,12 @@ cuBLAS and the kernel behind it. Takes about a minute.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
+from decode_attention import graph_us
+from prefill_checks import relative_error
 
 from worker.gated_tilings import TILINGS, choose_tiling
 from worker.triton_gated import launch_behind_cublas
@@ -36,33 +36,18 @@ def reference(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return how far a result is off, in parts of the expected one."""
-    return float((out.float() - expected).norm() / expected.norm())
-
-
 def microseconds(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     inputs: torch.Tensor,
     weights: Sequence[torch.Tensor],
 ) -> float:
     """Return the median time of one product, of a graph that computes one with each weight."""
-    compute(inputs, weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def all_products() -> None:
         for weight in weights:
             compute(inputs, weight)
-    times = []
-    for _ in range(REPEATS + 2):
-        time.sleep(REST_S)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:]) * 1e3 / len(weights)
+
+    return graph_us(all_products, repeats=REPEATS, rest_s=REST_S) / len(weights)
 
 
 def main() -> int:
@@ -97,7 +82,7 @@ def main() -> int:
                 *(lambda x, w, t=tiling: launch_gated_product(x, w, t) for tiling in TILINGS),
             ]
             for name, kernel in zip(["cuBLAS + kernel", *columns], kernels, strict=True):
-                error = relative_error(kernel(inputs, weights[0]), expected)
+                error = relative_error(kernel(inputs, weights[0]).float(), expected)
                 if not error <= MAX_ERROR:
                     failures.append(f"{shape}, {num_tokens} tokens, {name}: error {error:.2g}")
             alone = microseconds(lambda x, w: x @ w.T, inputs, weights)

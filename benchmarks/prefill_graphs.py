@@ -78,6 +78,18 @@ class Bench:
         return [[numbers.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
+def model_source(name: str, folder: Path, args: argparse.Namespace) -> ModelSource:
+    """Return where a model comes from: a shape with random weights, unless --folder names a model."""
+    return ModelSource(
+        name=name,
+        folder=folder,
+        dtype=args.dtype,
+        load_format="auto" if args.folder else "dummy",
+        device=args.device,
+        max_model_len=args.max_model_len,
+    )
+
+
 def make_bench(
     source: ModelSource, *, capture_tokens: Sequence[int], slots: Sequence[int], check_tokens: int = 0
 ) -> Bench:
@@ -291,16 +303,11 @@ def main() -> int:
                 continue
             folder = args.folder or write_shape(name, Path(work), num_layers=args.layers)
             ladder = args.capture_tokens or default_token_ladder(8192 if args.device == "cuda" else 1024)
-            source = ModelSource(
-                name=name,
-                folder=folder,
-                dtype=args.dtype,
-                load_format="auto" if args.folder else "dummy",
-                device=args.device,
-                max_model_len=args.max_model_len,
-            )
             bench = make_bench(
-                source, capture_tokens=ladder, slots=args.slots, check_tokens=args.check_tokens
+                model_source(name, folder, args),
+                capture_tokens=ladder,
+                slots=args.slots,
+                check_tokens=args.check_tokens,
             )
             for check in prefill_checks.CHECKS if args.check is None else args.check:
                 if in_time(f"{name} {check}"):

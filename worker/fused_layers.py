@@ -18,7 +18,7 @@ from torch import nn
 
 from worker.attention import PagedPass
 from worker.packed import PackedLinear, is_packable
-from worker.trial import Call, TrialPass, gate_inputs, record_calls
+from worker.trial import Call, TrialPass, find_places, is_gated_alike, record_calls
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -157,14 +157,7 @@ def fuse_layers(model: nn.Module, token_ids: torch.Tensor) -> frozenset[int]:
 
     `token_ids`, ``[1, T]``, is a sequence to try them with. Must come before other changes of the layers.
     """
-    places = [
-        (parent, name, child)
-        for parent in list(model.modules())
-        for name, child in list(parent.named_children())
-        if _has_usual_form(child)
-    ]
-    if not places:
-        return frozenset()
+    places = find_places(model, _has_usual_form)
     calls, trial = record_calls(model, [layer for _, _, layer in places], token_ids)
     last, angles, fused_layers = _last_layer(model), _Angles(), set()
     for parent, name, layer in places:
@@ -220,12 +213,13 @@ def _fuse(call: Call, layer: Any, trial: TrialPass, angles: _Angles, *, is_last:
         return None  # Its angles are not those of all positions.
     fused = FusedLayer(layer, settings, angles, is_last=is_last)
     output = fused(call.inputs, position_embeddings=positions, paged=TrialPass())
-    return fused if call.agrees(output) and _is_gated_alike(fused, layer.mlp, call.inputs) else None
+    if not call.agrees(output):
+        return None
 
+    def feed_forward(normed: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = fused.down(fused.gated(normed[0]))
+        return output.unsqueeze(0)
 
-def _is_gated_alike(fused: FusedLayer, mlp: Any, inputs: torch.Tensor) -> bool:
-    """Whether the feed-forward part of a fused layer computes what `mlp` does, also where it adds little."""
-    return all(
-        Call(part, {}, mlp(part)).agrees(fused.down(fused.gated(part[0])).unsqueeze(0), adds=False)
-        for part in gate_inputs(inputs, mlp.gate_proj.weight)
-    )
+    # Also where it adds little.
+    mlp = layer.mlp
+    return fused if is_gated_alike(mlp, feed_forward, call.inputs, mlp.gate_proj.weight) else None

@@ -6,14 +6,12 @@ behind it. Which parts of a model are of that form is not read off their class: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from worker.gated_kernels import gated_product
 from worker.merge import MergedPart
-from worker.trial import Call, gate_inputs, record_calls
+from worker.trial import find_places, is_gated_alike, record_calls
 
 
 class GatedMlp(nn.Module):
@@ -38,19 +36,18 @@ def fuse_gated_mlps(model: nn.Module, token_ids: torch.Tensor) -> int:
 
     Projections must be merged before. `token_ids`, ``[1, T]``, is a sequence to try them with.
     """
-    places = [
-        (parent, name, child, gate_up)
-        for parent in list(model.modules())
-        for name, child in list(parent.named_children())
-        if hasattr(child, "down_proj") and (gate_up := _gate_up(child)) is not None
-    ]
-    calls, _ = record_calls(model, [child for _, _, child, _ in places], token_ids) if places else ({}, None)
+    places = find_places(model, lambda module: _gate_up(module) is not None)
+    calls, _ = record_calls(model, [mlp for _, _, mlp in places], token_ids)
     count = 0
-    for parent, name, mlp, gate_up in places:
-        if mlp not in calls:
+    for parent, name, mlp in places:
+        call, gate_up = calls.get(mlp), _gate_up(mlp)
+        if call is None or gate_up is None:
             continue
         fused = GatedMlp(gate_up, mlp.down_proj)  # type: ignore[arg-type]
-        if all(call.agrees(fused(call.inputs), adds=False) for call in _calls(mlp, gate_up, calls[mlp])):
+        gate_weight = gate_up.weight[: gate_up.out_features // 2]
+        if call.agrees(fused(call.inputs), adds=False) and is_gated_alike(
+            mlp, fused, call.inputs, gate_weight
+        ):
             setattr(parent, name, fused)
             count += 1
     return count
@@ -65,15 +62,10 @@ def compile_gated_ahead(model: nn.Module) -> None:
         compile_ahead(gated.gate_up.weight)
 
 
-def _calls(mlp: nn.Module, gate_up: nn.Linear, call: Call) -> Iterator[Call]:
-    """Yield how a part was called, and calls in other sizes."""
-    yield call
-    for inputs in gate_inputs(call.inputs, gate_up.weight[: gate_up.out_features // 2]):
-        yield Call(inputs, {}, mlp(inputs))
-
-
 def _gate_up(mlp: nn.Module) -> nn.Linear | None:
-    """Return the layer that projects to gate and up at once, if there is one without a bias."""
+    """Return the layer of a feed-forward part that projects to gate and up at once, if there is one without a bias."""
+    if not hasattr(mlp, "down_proj"):
+        return None
     gate = getattr(mlp, "gate_proj", None)
     whole = gate.merged.whole if isinstance(gate, MergedPart) else getattr(mlp, "gate_up_proj", None)
     return whole if type(whole) is nn.Linear and whole.bias is None else None

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -247,11 +247,13 @@ class KVPool:
         with self._lock:
             np.maximum(own, epoch, out=own)
 
-    def check(self, leases: Sequence[Lease]) -> dict[int, StaleLeaseError]:
+    def check(self, leases: Sequence[Lease], *, besides: Collection[int] = ()) -> dict[int, StaleLeaseError]:
         """Return the errors of leases, by place, of which an own page was not last claimed under exactly their epoch,
-        or a shared one not under the epoch that the lease names for it."""
+        or a shared one not under the epoch that the lease names for it. Those in places `besides` are passed over."""
         refused: dict[int, StaleLeaseError] = {}
         for i, lease in enumerate(leases):
+            if i in besides:
+                continue
             epochs = list(map(self._epoch_of, lease.own_page_ids))
             if epochs.count(lease.epoch) != len(epochs):
                 refused[i] = StaleLeaseError(f"pages are no longer, or not yet, under epoch {lease.epoch}")

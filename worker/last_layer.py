@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.trial import Call, TrialPass, record_calls
+from worker.trial import Call, TrialPass, find_places, record_calls
 
 
 class LastLayer(nn.Module):
@@ -63,12 +63,7 @@ def cut_last_layer(model: nn.Module, token_ids: torch.Tensor) -> bool:
 
     `token_ids`, ``[1, T]``, is a sequence to try it with.
     """
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if hasattr(child, "input_layernorm") and hasattr(getattr(child, "self_attn", None), "o_proj")
-    ]
+    places = find_places(model, _has_parts)
     if not places:
         return False
     parent, name, layer = places[-1]
@@ -86,6 +81,10 @@ def cut_last_layer(model: nn.Module, token_ids: torch.Tensor) -> bool:
         last.restore()
         setattr(parent, name, layer)
     return agrees
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    return hasattr(layer, "input_layernorm") and hasattr(getattr(layer, "self_attn", None), "o_proj")
 
 
 def _is_alike(last: LastLayer, call: Call) -> bool:

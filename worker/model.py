@@ -163,10 +163,6 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits[: inputs.num_cached.shape[0]] if cut else logits
 
-    def compile_kernels_ahead(self) -> None:
-        """Begin to compile what passes of many tokens need on a GPU, and `compiled_logits` would wait for."""
-        compile_gated_ahead(self._model)
-
     def compiled_logits(self, inputs: BatchInputs, pool: KVPool, *, is_step: bool = False) -> torch.Tensor:
         """Do the same as `logits` in code compiled for any number of token positions and of slots, of each two or more.
 
@@ -177,6 +173,8 @@ class Model:
             from worker.compiled import compile_forward
 
             self._compiled = compile_forward(self.logits)
+            if not is_step:
+                compile_gated_ahead(self._model)
             with collections_put_off():
                 return self._run_compiled(inputs, pool, is_step=is_step)
         return self._run_compiled(inputs, pool, is_step=is_step)

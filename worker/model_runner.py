@@ -159,8 +159,6 @@ class ModelRunner:
             return logits(inputs, pool, is_step=self._steps)
 
         finishes = dict(CHOICES)
-        if captured and not self._steps:
-            self._model.compile_kernels_ahead()
         if captured:
             # Importing inductor takes seconds, and on the CPU it is not needed.
             from worker.compiled import compile_choice

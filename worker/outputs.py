@@ -97,8 +97,7 @@ def track(request: Request, grammars: Grammars, *, vocab_size: int) -> OutputSta
     Raises `InvalidRequestError` that names the field if a setting is none that can be computed.
     """
     sampling = request.sampling
-    if sampling.min_tokens > 0 or sampling.logit_bias or sampling.num_logprobs is not None:
-        _check(sampling, vocab_size)
+    _check(sampling, vocab_size)
     if sampling.grammar is not None:
         return OutputState(request, grammars.matcher(sampling.grammar))
     is_shaped = _is_penalised(sampling) or bool(sampling.logit_bias) or sampling.min_p > 0
@@ -157,12 +156,13 @@ def _check(sampling: SamplingParams, vocab_size: int) -> None:
                 param="stop_token_ids",
             )
         _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, got {len(sampling.logit_bias)}",
-            param="logit_bias",
-        )
-    _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], vocab_size)
+    if sampling.logit_bias:
+        if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, got {len(sampling.logit_bias)}",
+                param="logit_bias",
+            )
+        _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], vocab_size)
     if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= MAX_LOGPROBS:
         raise InvalidRequestError(
             f"logprobs must be 0 to {MAX_LOGPROBS}, got {sampling.num_logprobs}", param="logprobs"

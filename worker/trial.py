@@ -5,7 +5,7 @@ A family's layers are not judged by their class. What is to take a layer's place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,18 @@ class Call:
         return bool(error.median() <= _LIMITS[self.inputs.dtype])
 
 
+def find_places(
+    model: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return where a model has such modules: the one that holds it, its name there, and the module itself."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if is_wanted(child)
+    ]
+
+
 @torch.inference_mode()
 def record_calls(
     model: nn.Module, layers: Sequence[nn.Module], token_ids: torch.Tensor
@@ -71,6 +83,8 @@ def record_calls(
     """
     trial = TrialPass()
     calls: dict[nn.Module, Call] = {}
+    if not layers:
+        return calls, trial
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if len(args) == 1 and isinstance(output, torch.Tensor) and output.shape == args[0].shape:
@@ -85,12 +99,17 @@ def record_calls(
     return calls, trial
 
 
-def gate_inputs(inputs: torch.Tensor, gate_weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the inputs of a feed-forward part in sizes that tell its activation from another one.
+def is_gated_alike(
+    original: Callable[[torch.Tensor], torch.Tensor],
+    other: Callable[[torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor,
+    gate_weight: torch.Tensor,
+) -> bool:
+    """Whether a feed-forward part and another form of it agree, with inputs, ``[1, T, hidden]``, of telling sizes.
 
     In 16 bits SiLU passes for GELU where gate is small, and where it is large: both are half, and all, of what is
     positive. A limit passes for none where nothing reaches it.
     """
     size = torch.nn.functional.linear(inputs, gate_weight).float().std()
-    for wanted in _GATE_SIZES:
-        yield (inputs.float() * (wanted / size)).to(inputs.dtype)
+    parts = [(inputs.float() * (wanted / size)).to(inputs.dtype) for wanted in _GATE_SIZES]
+    return all(Call(part, {}, original(part)).agrees(other(part), adds=False) for part in parts)

@@ -37,9 +37,7 @@ class DirectHandoff:
     def finish(self, writing: Writing) -> Arrival:
         """See whether the pages are still the leases' own."""
         started = time.perf_counter()
-        errors = self.pool.check(writing.leases)
-        for place in writing.refused:
-            errors.pop(place, None)
+        errors = self.pool.check(writing.leases, besides=writing.refused)
         return Arrival(
             errors=errors,
             num_bytes=writing.num_arrived(errors) * self.pool.page_bytes * self._num_ranks,

@@ -130,23 +130,21 @@ class ReslicedHandoff:
         """Copy what was written, on all ranks."""
         assert self._epochs is not None
         started = time.perf_counter()
-        places = [i for i in range(len(writing.leases)) if i not in writing.refused]
-        late = self._epochs.check([writing.leases[i] for i in places])
+        errors = self._epochs.check(writing.leases, besides=writing.refused)
         source: list[int] = []
         target: list[int] = []
         own = writing.own_page_ids
-        for number, i in enumerate(places):
-            if number not in late:
+        for i, lease in enumerate(writing.leases):
+            if i not in writing.refused and i not in errors:
                 source += own[i]
-                target += writing.leases[i].own_page_ids[: len(own[i])]
+                target += lease.own_page_ids[: len(own[i])]
         if self._group is not None and self._group.leader is not None:
             self._group.leader.tell(
                 CopyPages(decode_worker=self._decode_worker, source=tuple(source), target=tuple(target))
             )
         self.copy(source, target)
         self._staging.give_back([page for page_ids in writing.page_ids for page in page_ids])
-        late |= self._epochs.check([writing.leases[i] for i in places])
-        errors = {places[i]: error for i, error in late.items()}
+        errors |= self._epochs.check(writing.leases, besides=writing.refused)
         num_ranks = 1 if self._group is None else self._group.size
         return Arrival(
             errors=errors,

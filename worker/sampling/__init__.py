@@ -28,7 +28,7 @@ def needed_choice(slots: Sequence[SlotInput]) -> str:
     """Return which of `CHOICES` a batch needs: the cheapest that does what its settings ask."""
     shaped = any(slot.shaping is not None for slot in slots)
     sampled = [slot for slot in slots if slot.temperature >= MIN_TEMPERATURE]
-    if sampled and any(slot.top_k > 0 or slot.top_p < 1 for slot in sampled):
+    if any(slot.top_k > 0 or slot.top_p < 1 for slot in sampled):
         return "shaped_filtered" if shaped else "filtered"
     if shaped:
         return "shaped"

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedConfig
+from transformers import GraniteConfig, LlamaConfig, PreTrainedConfig
 
 from graphs.buckets import Bucket
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
-from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, SHAPE, LoadTiny, prompts_of
-from worker.attention import ATTENTION_NAME
+from tests.unit.worker.tiny_models import FAMILIES, MAX_MODEL_LEN, SHAPE, LoadTiny, paged_model, prompts_of
 from worker.fused_layers import fuse_layers
 from worker.kv_pool import KVPool
 from worker.model import Model, ModelSource, load_model
@@ -31,9 +30,7 @@ FUSED_FAMILIES = (
 
 
 def fused(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> frozenset[int]:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
-    return fuse_layers(model, torch.tensor(prompts_of(20)))
+    return fuse_layers(paged_model(config, dtype), torch.tensor(prompts_of(20)))
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)

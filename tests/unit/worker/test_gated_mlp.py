@@ -6,10 +6,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
-from tests.unit.worker.tiny_models import FAMILIES, SHAPE, prompts_of
-from worker.attention import ATTENTION_NAME
+from tests.unit.worker.tiny_models import FAMILIES, SHAPE, paged_model, prompts_of
 from worker.gated_mlp import GatedMlp, fuse_gated_mlps
 from worker.gated_tilings import choose_tiling
 from worker.merge import merge_projections
@@ -31,10 +30,7 @@ TOKENS = torch.tensor(prompts_of(20))
 )
 @torch.inference_mode()
 def test_parts_of_the_usual_form_are_one_operator_and_compute_the_same(family: str, count: int) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        FAMILIES[family], dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    ).eval()
+    model = paged_model(FAMILIES[family])
     merge_projections(model)
     before = model(input_ids=TOKENS, use_cache=False, paged=TrialPass()).logits
     assert fuse_gated_mlps(model, TOKENS) == count
@@ -48,12 +44,9 @@ def test_parts_of_the_usual_form_are_one_operator_and_compute_the_same(family: s
 def test_another_activation_is_told_apart_in_16_bits_however_large_the_weights_are(
     family: str, size: float
 ) -> None:
-    torch.manual_seed(0)
     config = copy.deepcopy(FAMILIES[family])
     config.initializer_range = size
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-    ).eval()
+    model = paged_model(config, torch.bfloat16)
     merge_projections(model)
     assert fuse_gated_mlps(model, TOKENS) == 0
 
@@ -61,12 +54,7 @@ def test_another_activation_is_told_apart_in_16_bits_however_large_the_weights_a
 @pytest.mark.parametrize("size", [0.02, 0.5, 1.0])
 @torch.inference_mode()
 def test_parts_of_the_usual_form_are_found_in_16_bits(size: float) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**{**SHAPE, "initializer_range": size}),
-        dtype=torch.bfloat16,
-        attn_implementation=ATTENTION_NAME,
-    ).eval()
+    model = paged_model(LlamaConfig(**{**SHAPE, "initializer_range": size}), torch.bfloat16)
     merge_projections(model)
     assert fuse_gated_mlps(model, TOKENS) == SHAPE["num_hidden_layers"]
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     GraniteConfig,
     Olmo2Config,
-    PreTrainedConfig,
     PreTrainedModel,
     StableLmConfig,
     Starcoder2Config,
@@ -20,8 +18,7 @@ from transformers import (
 from graphs.buckets import Bucket
 from graphs.layout import BatchInputs, BatchLayout, HostBatch, SlotInput
 from scheduler.errors import ConfigError
-from tests.unit.worker.tiny_models import FAMILIES, SHAPE, LoadTiny, prompts_of
-from worker.attention import ATTENTION_NAME
+from tests.unit.worker.tiny_models import FAMILIES, SHAPE, LoadTiny, paged_model, prompts_of
 from worker.kv_pool import KVPool
 from worker.last_layer import LastLayer, cut_last_layer
 from worker.model import ModelSource, load_model
@@ -37,13 +34,6 @@ CUT = {
 }
 
 
-def model_of(config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    ).eval()
-
-
 @torch.inference_mode()
 def hidden_states(model: PreTrainedModel, **settings: torch.Tensor) -> torch.Tensor:
     hidden: torch.Tensor = model.model(
@@ -54,7 +44,7 @@ def hidden_states(model: PreTrainedModel, **settings: torch.Tensor) -> torch.Ten
 
 @pytest.mark.parametrize("family", CUT)
 def test_the_rows_that_are_kept_are_those_of_the_whole_layer(family: str) -> None:
-    model = model_of(CUT[family])
+    model = paged_model(CUT[family])
     whole = hidden_states(model)
     assert cut_last_layer(model, TOKENS)
     kept = torch.tensor([19, 3, 7])
@@ -63,7 +53,7 @@ def test_the_rows_that_are_kept_are_those_of_the_whole_layer(family: str) -> Non
 
 
 def test_a_layer_of_another_form_stays_as_it_was() -> None:
-    model = model_of(Olmo2Config(**SHAPE))  # Its norms come after attention and feed-forward part.
+    model = paged_model(Olmo2Config(**SHAPE))  # Its norms come after attention and feed-forward part.
     whole = hidden_states(model)
     assert not cut_last_layer(model, TOKENS)
     assert not any(isinstance(module, LastLayer) for module in model.modules())
@@ -71,7 +61,7 @@ def test_a_layer_of_another_form_stays_as_it_was() -> None:
 
 
 def test_the_model_finds_what_it_looks_up_in_its_layers() -> None:
-    model = model_of(FAMILIES["llama"])
+    model = paged_model(FAMILIES["llama"])
     model.model.layers[-1].attention_type = "full_attention"  # As the models of some families do.
     assert cut_last_layer(model, TOKENS)
     assert model.model.layers[-1].attention_type == "full_attention"
@@ -80,7 +70,7 @@ def test_the_model_finds_what_it_looks_up_in_its_layers() -> None:
 
 @torch.inference_mode()
 def test_a_layer_of_which_the_model_goes_on_with_all_rows_stays_as_it_was() -> None:
-    model = model_of(FAMILIES["llama"])
+    model = paged_model(FAMILIES["llama"])
     # As if the model added what an earlier layer made.
     earlier: list[torch.Tensor] = []
     model.model.layers[0].register_forward_hook(lambda _, __, output: earlier.append(output))
@@ -91,7 +81,7 @@ def test_a_layer_of_which_the_model_goes_on_with_all_rows_stays_as_it_was() -> N
 
 
 def test_a_layer_that_mixes_tokens_outside_of_attention_stays_as_it_was() -> None:
-    model = model_of(FAMILIES["llama"])
+    model = paged_model(FAMILIES["llama"])
     model.model.layers[-1].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
     assert not cut_last_layer(model, TOKENS)
 

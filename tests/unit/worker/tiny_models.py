@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -29,6 +30,7 @@ from scheduler.messages import (
     Request,
     SamplingParams,
 )
+from worker.attention import ATTENTION_NAME
 from worker.decode import DecodeEngine
 from worker.kv_pool import KVPool
 from worker.model import Model
@@ -85,6 +87,12 @@ FAMILIES = {
 }
 
 LoadTiny = Callable[[PreTrainedConfig], tuple[Model, PreTrainedModel]]
+
+
+def paged_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a family's own random model, of which only the attention is ours."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
