@@ -14,13 +14,29 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from graphs.layout import BatchInputs
-from worker import decode_kernels, gated_kernels, kernels, rotary_fusion
+from worker import (
+    decode_kernels,
+    gated_kernels,
+    graph_matching,
+    kernels,
+    launching,
+    product_fusion,
+    product_kernels,
+    rotary_fusion,
+    weight_prefetch,
+)
+from worker.product_fusion import use_products
 from worker.rotary_fusion import fuse_rotations
+from worker.weight_prefetch import prefetch_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Choose = Callable[[torch.Tensor, BatchInputs], torch.Tensor]
 
+OWN_PRODUCTS = False
+"""Whether products of few tokens are computed by our own kernels. Off until that was measured."""
+PREFETCHES_WEIGHTS = False
+"""Whether kernels ask for the next product's weight while they run. Off until that was measured."""
 _MANY_USERS = 8
 """What has so many users is better read than computed again."""
 _MAX_VERSIONS = 64
@@ -50,6 +66,7 @@ def compile_forward(function: Callable[P, R]) -> Callable[P, R]:
             # Where a rotary embedding is not fused: it concatenates halves, which would be a kernel of its own.
             "force_pointwise_cat": True,
             "post_grad_custom_post_pass": _Improve(),
+            "triton.enable_pdl": launching.OVERLAPS,
         },
     )
 
@@ -60,18 +77,25 @@ class _Improve(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         fuse_rotations(graph)
         graph.eliminate_dead_code()
+        if OWN_PRODUCTS:
+            use_products(graph)
+        if PREFETCHES_WEIGHTS:
+            prefetch_weights(graph)
         self._write_down_shared(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(
-            (
-                __file__,
-                rotary_fusion.__file__,
-                kernels.__file__,
-                decode_kernels.__file__,
-                gated_kernels.__file__,
-            )
+        modules = (
+            decode_kernels,
+            gated_kernels,
+            graph_matching,
+            kernels,
+            product_fusion,
+            product_kernels,
+            rotary_fusion,
+            weight_prefetch,
         )
+        switches = f"{OWN_PRODUCTS} {PREFETCHES_WEIGHTS}"
+        return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)), switches)
 
     def _write_down_shared(self, graph: torch.fx.Graph) -> None:
         """Mark what several layers read, so that it is written to memory once instead of computed in each."""

@@ -20,6 +20,9 @@ def prefill_attention(
     scaling: float,
     window: int,
     softcap: float,
+    next_weight: torch.Tensor | None = None,
+    next_begin: int = 0,
+    next_bytes: int = 0,
 ) -> torch.Tensor:
     """Write the KV of T token positions to its pages and let each of S sequences attend to its own.
 
@@ -27,6 +30,9 @@ def prefill_attention(
     dimension. `pool` is one dimension; a layer's keys, ``[pages, page_size, kv_heads, head_dim]``, begin at
     element `keys_offset`, its values at `values_offset`. `query_starts` is ``[S + 1]``, `num_cached` ``[S]``,
     `page_table` ``[S, P]``, all int32. `window` is the most keys that a query sees, 0 for all; `softcap` 0 is none.
+
+    Of `next_weight`, which the next matrix product reads, `next_bytes` from byte `next_begin` on are asked to come to
+    the L2 cache meanwhile, if there are so few tokens that this helps; both are multiples of 16.
 
     Returns ``[T, heads, head_dim]``, zero at pad positions. Pads write no KV.
     """
@@ -46,11 +52,14 @@ def prefill_attention(
         scaling,
         window,
         softcap,
+        next_weight,
+        next_begin,
+        next_bytes,
     )
 
 
 @prefill_attention.register_fake
-def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+def _(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -64,19 +73,24 @@ def rotate(
     sin: torch.Tensor,
     eps: float,
     weight_offset: float,
+    next_weight: torch.Tensor | None = None,
+    next_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply rotary embedding to queries and keys, each head's two halves being one rotation's coordinates.
 
     `query` is ``[T, heads, head_dim]``, `key` ``[T, kv_heads, head_dim]``, `cos` and `sin` ``[T, head_dim]``, each
     dense in the last dimension. With weights, ``[head_dim]``, every head goes through an RMS norm of epsilon `eps`
-    first, scaled by weight plus `weight_offset`. Returns both in the shape they came in, contiguous.
+    first, scaled by weight plus `weight_offset`. The first `next_bytes` of `next_weight` are asked to come to the L2
+    cache, as `prefill_attention` says. Returns both in the shape they came in, contiguous.
     """
     from worker.triton_kernels import launch_rotate
 
-    return launch_rotate(query, key, query_weight, key_weight, cos, sin, eps, weight_offset)
+    return launch_rotate(
+        query, key, query_weight, key_weight, cos, sin, eps, weight_offset, next_weight, next_bytes
+    )
 
 
 @rotate.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, key: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
     contiguous = torch.contiguous_format
     return torch.empty_like(query, memory_format=contiguous), torch.empty_like(key, memory_format=contiguous)

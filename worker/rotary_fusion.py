@@ -7,7 +7,6 @@ of a kind that transformers' families share; where one differs, nothing is found
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +15,11 @@ from torch.fx import Graph, Node
 
 import worker.decode_kernels
 import worker.kernels  # noqa: F401  (registers the operators)
+from worker.graph_matching import Norm, call, has_dims, input_of, inputs_of, match_norm
 
 _ATEN = torch.ops.aten
-_TO_DTYPE = torch.ops.prims.convert_element_type.default
 _END = 2**63 - 1
 _ATTENTIONS = (torch.ops.purefill.prefill_attention.default, torch.ops.purefill.decode_attention.default)
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    source: Node
-    weight: Node
-    eps: float
-    weight_offset: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,7 @@ class _Rotated:
 
     source: Node
     """Before norm and rotation, ``[1, T, heads, head_dim]``."""
-    norm: _Norm | None
+    norm: Norm | None
     cos: Node
     """``[1, T, head_dim]``"""
     sin: Node
@@ -62,25 +53,18 @@ def _fuse(graph: Graph, attention: Node) -> bool:
         return False
     with graph.inserting_before(attention):
         tensors = [
-            _call(graph, _ATEN.select.int, (node, 0, 0))
+            call(graph, _ATEN.select.int, (node, 0, 0))
             for node in (query.source, key.source, query.cos, query.sin)
         ]
         weights = [norm.weight if norm else None for norm in norms]
-        rotated = _call(
+        rotated = call(
             graph,
             torch.ops.purefill.rotate.default,
             (tensors[0], tensors[1], *weights, tensors[2], tensors[3], eps, weight_offset),
         )
-        attention.update_kwarg("query", _call(graph, operator.getitem, (rotated, 0)))
-        attention.update_kwarg("key", _call(graph, operator.getitem, (rotated, 1)))
+        attention.update_kwarg("query", call(graph, operator.getitem, (rotated, 0)))
+        attention.update_kwarg("key", call(graph, operator.getitem, (rotated, 1)))
     return True
-
-
-def _call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-    """Insert a call, with the fake value of its result, which inductor needs."""
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda argument: argument.meta["val"]))
-    return node
 
 
 def _match_rotated(node: object) -> _Rotated | None:
@@ -88,31 +72,31 @@ def _match_rotated(node: object) -> _Rotated | None:
 
     `x` is ``[1, heads, T, head_dim]``; its norm may come before or after its two middle dimensions change places.
     """
-    straight, crossed = _inputs(
-        _input(_input(node, _ATEN.permute.default), _ATEN.select.int), _ATEN.add.Tensor
+    straight, crossed = inputs_of(
+        input_of(input_of(node, _ATEN.permute.default), _ATEN.select.int), _ATEN.add.Tensor
     )
-    x, cos = _inputs(straight, _ATEN.mul.Tensor)
-    halves, sin = _inputs(crossed, _ATEN.mul.Tensor)
+    x, cos = inputs_of(straight, _ATEN.mul.Tensor)
+    halves, sin = inputs_of(crossed, _ATEN.mul.Tensor)
     if not (isinstance(x, Node) and _is_cat_of_halves(halves, x)):
         return None
-    angles = [_input(factor, _ATEN.unsqueeze.default) for factor in (cos, sin)]
-    norm = _match_norm(x)
-    source = _input(norm.source if norm else x, _ATEN.permute.default)
+    angles = [input_of(factor, _ATEN.unsqueeze.default) for factor in (cos, sin)]
+    norm = match_norm(x)
+    source = input_of(norm.source if norm else x, _ATEN.permute.default)
     if norm is None:
-        norm = _match_norm(source)
+        norm = match_norm(source)
         source = norm.source if norm else source
-    if not (_has_dims(source, 4) and _has_dims(angles[0], 3) and _has_dims(angles[1], 3)):
+    if not (has_dims(source, 4) and has_dims(angles[0], 3) and has_dims(angles[1], 3)):
         return None
     return _Rotated(source, norm, angles[0], angles[1])
 
 
 def _is_cat_of_halves(node: object, x: Node) -> bool:
-    parts: Any = _input(node, _ATEN.cat.default)
+    parts: Any = input_of(node, _ATEN.cat.default)
     half = x.meta["val"].shape[-1] // 2
     return (
         parts is not None
         and len(parts) == 2
-        and _is_slice(_input(parts[0], _ATEN.neg.default), x, half, _END)
+        and _is_slice(input_of(parts[0], _ATEN.neg.default), x, half, _END)
         and _is_slice(parts[1], x, 0, half)
     )
 
@@ -125,47 +109,3 @@ def _is_slice(node: object, source: Node, start: int, end: int) -> bool:
         and node.args[0] is source
         and tuple(node.args[1:]) == (3, start, end)
     )
-
-
-def _match_norm(node: object) -> _Norm | None:
-    """Match an RMS norm over the last dimension, scaled by a weight or by one plus a weight."""
-    for normed, scale in _both_ways(*_inputs(_without_cast(node), _ATEN.mul.Tensor)):
-        weight, offset = _inputs(_without_cast(scale), _ATEN.add.Tensor)
-        if weight is None:
-            weight, offset = scale, 0.0
-        weight = _without_cast(weight)
-        if not _has_dims(weight, 1) or not isinstance(offset, int | float):
-            continue
-        for inputs, factor in _both_ways(*_inputs(_without_cast(normed), _ATEN.mul.Tensor)):
-            variance, eps = _inputs(_input(factor, _ATEN.rsqrt.default), _ATEN.add.Tensor)
-            squares = _input(variance, _ATEN.mean.dim)
-            if squares is None or tuple(variance.args[1:]) != ([-1], True) or not isinstance(eps, float):
-                continue
-            if _inputs(squares, _ATEN.pow.Tensor_Scalar) == (inputs, 2):
-                return _Norm(_without_cast(inputs), weight, eps, float(offset))
-    return None
-
-
-def _input(node: object, target: object) -> Any:
-    """Return the first argument of a node that calls `target`, or None."""
-    return node.args[0] if isinstance(node, Node) and node.target is target else None
-
-
-def _inputs(node: object, target: object) -> tuple[Any, Any]:
-    """Return the two arguments of a node that calls a binary `target`, or None twice."""
-    if isinstance(node, Node) and node.target is target and len(node.args) == 2:
-        return node.args[0], node.args[1]
-    return None, None
-
-
-def _both_ways(left: object, right: object) -> tuple[tuple[object, object], tuple[object, object]]:
-    return (left, right), (right, left)
-
-
-def _without_cast(node: object) -> Any:
-    return node.args[0] if isinstance(node, Node) and node.target is _TO_DTYPE else node
-
-
-def _has_dims(node: object, num_dims: int) -> bool:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.dim() == num_dims

@@ -10,18 +10,25 @@ import triton
 import triton.language as tl
 
 from worker.gated_tilings import TILINGS, Tiling, choose_tiling
+from worker.launching import overlap_options
+from worker.triton_ahead import begin_kernel
 
 _BLOCK = 1024
 _HOPPER = (9, 0)
 
 
-def launch_gated(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def launch_gated(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    next_weight: torch.Tensor | None = None,
+    next_bytes: int = 0,
+) -> torch.Tensor:
     """Do as `worker.gated_kernels.gated_product` says."""
     tiling = _tiling(inputs, weight)
     if tiling is not None:
         from worker.triton_products import launch_gated_product  # Gluon is of no use elsewhere.
 
-        return launch_gated_product(inputs, weight, tiling)
+        return launch_gated_product(inputs, weight, tiling, next_weight=next_weight, next_bytes=next_bytes)
     return launch_behind_cublas(inputs, weight)
 
 
@@ -31,7 +38,8 @@ def launch_behind_cublas(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Te
     products = inputs @ weight.T
     out = products.new_empty(num_tokens, num_outputs)
     grid = (num_tokens, triton.cdiv(num_outputs, _BLOCK))
-    _gate_kernel[grid](products, out, num_outputs, BLOCK=_BLOCK, num_warps=4)
+    options = overlap_options(inputs.device)
+    _gate_kernel[grid](products, out, num_outputs, BLOCK=_BLOCK, num_warps=4, **options)
     return out
 
 
@@ -76,8 +84,10 @@ def _gate_kernel(
     out,  # [T, I], contiguous
     num_outputs,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Make SiLU of gate, times up, of some outputs of one token."""
+    begin_kernel(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_outputs

@@ -12,11 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.launching import overlap_options
+from worker.triton_ahead import begin_kernel, prefetch_share
+
 _ROWS = 64
 """(token, query head) pairs of a block. With four warps and two stages this was the fastest tiling measured on an
 H200 from 16 to 1,024 tokens a sequence; larger ones gain from some 8,000 on."""
 _FEW_TOKENS = 512
-"""Up to so many a multiprocessor has one program or two, which then must have more of its cached keys on their way."""
+"""Up to so many a multiprocessor has one program or two, which then must have more of its cached keys on their way.
+For more, reading the next product's weight takes less time than computing that product: it is not asked for ahead."""
 
 
 def launch_attention(
@@ -33,6 +37,9 @@ def launch_attention(
     scaling: float,
     window: int,
     softcap: float,
+    next_weight: torch.Tensor | None = None,
+    next_begin: int = 0,
+    next_bytes: int = 0,
 ) -> torch.Tensor:
     """Do as `worker.kernels.prefill_attention` says."""
     num_tokens, num_heads, head_dim = query.shape
@@ -52,6 +59,9 @@ def launch_attention(
         query_starts,
         num_cached,
         page_table,
+        query if next_weight is None else next_weight,
+        next_begin,
+        next_bytes,
         num_tokens,
         num_slots,
         page_table.stride(0),
@@ -78,6 +88,8 @@ def launch_attention(
         PADDED_BLOCK_TOKENS=triton.next_power_of_2(block_tokens),
         BLOCK_KEYS=block_keys,
         CACHED_STAGES=4 if num_tokens <= _FEW_TOKENS and head_dim <= 128 else 2,
+        HAS_NEXT=next_weight is not None and num_tokens <= _FEW_TOKENS,
+        **overlap_options(query.device),
         num_warps=4,
         num_stages=2,
     )
@@ -85,7 +97,7 @@ def launch_attention(
 
 
 # Without this a bucket of an odd number of tokens would compile a kernel of its own.
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "table_stride"])
+@triton.jit(do_not_specialize=["next_begin", "next_bytes", "num_tokens", "num_slots", "table_stride"])
 def _attention_kernel(
     query,  # [T, heads, head_dim]
     key,  # [T, kv_heads, head_dim]
@@ -95,6 +107,9 @@ def _attention_kernel(
     query_starts,  # [S + 1]
     num_cached,  # [S]
     page_table,  # [S, P]
+    next_weight,
+    next_begin,
+    next_bytes,
     num_tokens,
     num_slots,
     table_stride,
@@ -122,7 +137,15 @@ def _attention_kernel(
     PADDED_BLOCK_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     CACHED_STAGES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if HAS_NEXT:
+        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        prefetch_share(
+            next_weight, next_begin, next_bytes, program, tl.num_programs(0) * tl.num_programs(1), 128
+        )
+    begin_kernel(OVERLAPS)
     # Long sequences' last blocks have the most to do: the highest numbers start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -320,6 +343,8 @@ def launch_rotate(
     sin: torch.Tensor,
     eps: float,
     weight_offset: float,
+    next_weight: torch.Tensor | None = None,
+    next_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `worker.kernels.rotate` says."""
     num_tokens, num_heads, head_dim = query.shape
@@ -335,6 +360,8 @@ def launch_rotate(
         sin,
         out_query,
         out_key,
+        query if next_weight is None else next_weight,
+        next_bytes,
         query.stride(0),
         query.stride(1),
         key.stride(0),
@@ -350,12 +377,14 @@ def launch_rotate(
         PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=query_weight is not None,
+        HAS_NEXT=next_weight is not None and num_tokens <= _FEW_TOKENS,
+        **overlap_options(query.device),
         num_warps=4,
     )
     return out_query, out_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["next_bytes"])
 def _rotate_kernel(
     query,  # [T, heads, head_dim]
     key,  # [T, kv_heads, head_dim]
@@ -365,6 +394,8 @@ def _rotate_kernel(
     sin,  # [T, head_dim]
     out_query,  # [T, heads, head_dim], contiguous
     out_key,  # [T, kv_heads, head_dim], contiguous
+    next_weight,
+    next_bytes,
     query_stride_t,
     query_stride_h,
     key_stride_t,
@@ -380,7 +411,12 @@ def _rotate_kernel(
     PADDED_KV_HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if HAS_NEXT:
+        prefetch_share(next_weight, 0, next_bytes, tl.program_id(0), tl.num_programs(0), 128)
+    begin_kernel(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED_HALF)
     mask = dims < HALF_DIM
