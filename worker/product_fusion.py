@@ -65,7 +65,7 @@ def _fuse_norm(graph: Graph, product: Node, weight: Node) -> bool:
         return False
     total, residual, normed, norm = found
     with graph.inserting_before(total):
-        rows = call(graph, _ATEN.select.int, (residual, 0, 0))
+        rows = _rows_of(residual) or call(graph, _ATEN.select.int, (residual, 0, 0))
         both = call(
             graph,
             torch.ops.purefill.product_norm.default,
@@ -73,8 +73,18 @@ def _fuse_norm(graph: Graph, product: Node, weight: Node) -> bool:
         )
         for index, replaced in enumerate((total, normed)):
             part = call(graph, operator.getitem, (both, index))
+            # Inductor does not hand an operator's result to another through views.
+            for user in list(replaced.users):
+                if user.target in _VIEWS and has_dims(user, 2):
+                    user.replace_all_uses_with(part)
             replaced.replace_all_uses_with(call(graph, _ATEN.unsqueeze.default, (part, 0)))
     return True
+
+
+def _rows_of(value: Node) -> Node | None:
+    """Return the ``[T, N]`` of which a ``[1, T, N]`` is a view, if one is at hand."""
+    source = value.args[0] if value.target is _ATEN.unsqueeze.default else None
+    return source if has_dims(source, 2) else None
 
 
 def _sum_and_norm(product: Node) -> tuple[Node, Node, Node, Norm] | None:

@@ -84,18 +84,16 @@ def _load(
     x_ring, _ = rings
     NUM_STAGES: gl.constexpr = x_ring.shape[0]
     _fill(work, NUM_STEPS, NUM_GROUPS, TOKEN_TILES, NUM_SPLITS, OVERLAPS)
-    first_step = NUM_STAGES
     place = 0
     phase = 0
     for tile in range(gl.program_id(0), num_token_tiles * num_row_tiles * NUM_SPLITS, gl.num_programs(0)):
         token_tile, row_tile, split = _tile_at(tile, num_token_tiles, num_row_tiles, TOKEN_TILES, NUM_SPLITS)
-        for step in range(first_step, NUM_STEPS):
+        for step in range(gl.where(tile == gl.program_id(0), NUM_STAGES, 0), NUM_STEPS):
             mbarrier.wait(empty.index(place), phase)
             _load_step(
                 descs, rings, full, token_tile, row_tile, split * NUM_STEPS + step, place, True, NUM_GROUPS
             )
             place, phase = _next_place(place, phase, NUM_STAGES)
-        first_step = 0
     if HAS_NEXT:
         _prefetch(next_part)
 
