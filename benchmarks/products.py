@@ -120,7 +120,8 @@ class Chain:
         layer_size = NUM_PROMPTS * num_pages * PAGE_SIZE * KV_HEADS * HEAD_DIM
         self._pool, self._values_offset = torch.zeros(2 * layer_size, **OPTIONS), layer_size
         self._head_norm, self._norm = torch.ones(HEAD_DIM, **OPTIONS), torch.ones(HIDDEN, **OPTIONS)
-        angles = torch.rand(num_tokens, HEAD_DIM, **OPTIONS)
+        # The same in each, so that chains can be compared.
+        angles = torch.linspace(0, 8, num_tokens * HEAD_DIM, **OPTIONS).view(num_tokens, HEAD_DIM)
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def __call__(self, qkv: torch.Tensor, residual: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:

@@ -35,7 +35,7 @@ Choose = Callable[[torch.Tensor, BatchInputs], torch.Tensor]
 
 OWN_PRODUCTS = False
 """Whether products of few tokens are computed by our own kernels. Off until that was measured."""
-PREFETCHES_WEIGHTS = True
+PREFETCHES_WEIGHTS = False
 """Whether kernels ask for the next product's weight while they run. Off until that was measured."""
 _MANY_USERS = 8
 """What has so many users is better read than computed again."""
